@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
-EVENTS, METRICS = "events.jsonl", "metrics.jsonl"
-OLDER = ".1"
-"""The suffix of a full file that was put aside (`rotation.older`)."""
+from tandem import layout
+
 RECORD_BYTES = 4 * 2**20
 """The limit of a file that is read whole, as JSON or text; a hundred times a normal size."""
 TAIL_BYTES = 4 * 2**20
@@ -181,13 +180,13 @@ MARK = Shape(
     others=_wrong,
 )  # fmt: skip
 SHAPES = {
-    "config.json": CONFIG,
-    "summary.json": SUMMARY,
-    "about.json": ABOUT,
-    "tracker.json": Shape(),
-    METRICS: POINT,
-    EVENTS: EVENT,
-    EVENTS + OLDER: EVENT,
+    layout.CONFIG: CONFIG,
+    layout.SUMMARY: SUMMARY,
+    layout.ABOUT: ABOUT,
+    layout.TRACKER: Shape(),
+    layout.METRICS: POINT,
+    layout.EVENTS: EVENT,
+    layout.EVENTS + layout.OLDER: EVENT,
 }
 
 
@@ -330,10 +329,11 @@ class RunFiles:
 
     def events(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of events.jsonl, after those of the older file if there is one."""
+        older = layout.EVENTS + layout.OLDER
         # A kill during the rotation leaves both names for one file.
-        if not self._is_one(EVENTS, EVENTS + OLDER):
-            yield from self.lines(EVENTS + OLDER)
-        yield from self.lines(EVENTS)
+        if not self._is_one(layout.EVENTS, older):
+            yield from self.lines(older)
+        yield from self.lines(layout.EVENTS)
 
     def text(self, name: str) -> str:
         """Return the content of a small text file; empty if there is none."""

@@ -13,7 +13,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from tandem.reading import OLDER, opened
+from tandem.layout import OLDER
+from tandem.reading import opened
 
 LOG_BYTES = 32 * 2**20
 """The size at which a file of log/ is full.

@@ -102,7 +102,7 @@ AT_ONCE_SECONDS = 3.0
 SAVE_AGAIN_SECONDS = 2.0
 """Before each further attempt to save the last step, at most three: a full volume may be freed meanwhile."""
 
-# Crash loops: starts that save nothing new (launch/starts.py)
+# Crash loops: starts that save nothing new (run/crash_loop.py)
 
 FIRST_BACKOFF_SECONDS = 5.0
 """The wait before the third such start in a row; it doubles with each further one."""
@@ -162,7 +162,7 @@ LEFT_POLL_SECONDS = 0.02
 MEETING_FILE_SECONDS = 600.0
 """Ranks of one start write the file through which they connect within this time (distributed/meeting.py)."""
 
-# The lease on a run directory (checkpoint/claim.py)
+# The lease on a run directory (run/lease.py)
 
 OWNER_RENEW_SECONDS = 5.0
 """Between two renewals of the lease on a run directory. A launch elsewhere is refused within this time."""

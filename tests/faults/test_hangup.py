@@ -20,6 +20,7 @@ import pytest
 from small_runs import Runs, rank_processes
 
 from tandem.launch.kill import processes_of
+from tandem.run.directory import RunDir
 from tandem.timeouts import REPEAT_WINDOW_SECONDS
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
@@ -170,7 +171,7 @@ def nothing_left(runs: Runs) -> Iterator[None]:
 def test_a_second_interrupt_ends_a_run_with_a_frozen_agent(runs: Runs) -> None:
     process = runs.start("launch", "frozen", "--nodes", 2, *LONG, delay=0.01)
     wait_for_a_save(runs, "frozen")
-    os.kill(processes_of(runs.folder / "frozen")["node", 1], signal.SIGSTOP)
+    os.kill(processes_of(RunDir(runs.folder / "frozen"))["node", 1], signal.SIGSTOP)
     process.send_signal(signal.SIGINT)
     time.sleep(REPEAT_WINDOW_SECONDS + 0.5)
     process.send_signal(signal.SIGINT)
@@ -185,7 +186,7 @@ def test_a_stop_ends_a_run_with_a_frozen_agent_and_saves(runs: Runs) -> None:
     """The agent hears nothing, its rank stops with the others; the launcher does not wait for ever."""
     process = runs.start("launch", "stuck", "--nodes", 2, *LONG, "--shutdown-timeout", 20, delay=0.01)
     wait_for_a_save(runs, "stuck")
-    os.kill(processes_of(runs.folder / "stuck")["node", 1], signal.SIGSTOP)
+    os.kill(processes_of(RunDir(runs.folder / "stuck"))["node", 1], signal.SIGSTOP)
     process.send_signal(signal.SIGHUP)
     code, output = runs.processes.wait(process)
     assert code == 137 and "killing node 1" in output, output

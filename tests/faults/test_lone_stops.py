@@ -9,6 +9,7 @@ import pytest
 from small_runs import Runs
 
 from tandem.checkpoint.listing import list_checkpoints, newest_step
+from tandem.run.directory import RunDir
 from tandem.timeouts import REPEAT_WINDOW_SECONDS
 from tree import of_launch
 
@@ -72,7 +73,8 @@ def write(runs: Runs, **modules: str) -> None:
 
 def stands(runs: Runs) -> None:
     runs.until((runs.folder / "stands").exists, "rank that stands")
-    runs.until(lambda: bool(newest_step(next(runs.folder.glob("*/checkpoints"))) == 20), "save")
+    (checkpoints,) = runs.folder.glob("*/checkpoints")
+    runs.until(lambda: newest_step(RunDir(checkpoints.parent).checkpoints) == 20, "save")
 
 
 def interrupt_twice(process: Any) -> None:
@@ -85,7 +87,7 @@ def nothing_is_left(runs: Runs, process: Any, run: str, temporary: Path) -> None
     runs.until(lambda: not of_launch(process.pid), "end of all processes", limit=20)
     assert not list(temporary.glob("tandem-*"))
     assert runs.summary(run)["exit_code"] == 130
-    (row,) = list_checkpoints(runs.folder / run / "checkpoints", verify=True)
+    (row,) = list_checkpoints(RunDir(runs.folder / run).checkpoints, verify=True)
     assert row.step == 20 and row.verified
     assert not list((runs.folder / run / "owner").glob("*"))
 

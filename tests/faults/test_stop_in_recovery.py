@@ -9,6 +9,7 @@ import pytest
 from small_runs import Runs, rank_processes
 
 from tandem.checkpoint.listing import newest_step
+from tandem.run.directory import RunDir
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
@@ -34,7 +35,7 @@ def test_it_saves_what_no_checkpoint_has(runs: Runs, layout: tuple[Any, ...], nu
     process.send_signal(number)
     code, output = runs.processes.wait(process)
     assert code == 143, output
-    summary, newest = runs.summary("run"), newest_step(runs.folder / "run" / "checkpoints")
+    summary, newest = runs.summary("run"), newest_step(RunDir(runs.folder / "run").checkpoints)
     assert summary["global_step"] == summary["last_checkpoint_step"] == newest
     assert newest is not None and newest > 15
 

@@ -17,6 +17,7 @@ from prometheus import TASK, until
 from tandem.report.history import History
 from tandem.report.report import write_report
 from tandem.report.server import MetricsServer
+from tandem.run.directory import RunDir
 from tandem.telemetry import metrics
 from tandem.telemetry.messages import Event, Point, Ranks
 from tandem.telemetry.registry import Registry
@@ -28,7 +29,7 @@ SCRIPT = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Iterator[MetricsServer]:
     """A server whose run has script in every text that a task or a person can choose."""
-    history = History(tmp_path)
+    history = History(RunDir(tmp_path))
     for step in range(10, 2000, 10):
         numbers = {"loss": 100 / step, "samples_per_second": 1000.0, "phases": PHASES_MS}
         history.take(Point(step, 1.0, numbers))
@@ -93,7 +94,7 @@ def test_the_end_of_a_run_is_shown_and_the_page_rests(
     browser: Browser, tmp_path: Path, ending: dict[str, object], said: str
 ) -> None:
     status: dict[str, object] = {"run": "digits", "task": "digits", "platform": "none", "nodes": 1, "step": 7}
-    asked, history = list[int](), History(tmp_path)
+    asked, history = list[int](), History(RunDir(tmp_path))
 
     def now() -> dict[str, object]:
         asked.append(1)
@@ -115,7 +116,7 @@ def test_the_end_of_a_run_is_shown_and_the_page_rests(
 def test_a_page_hears_of_the_end_though_the_server_goes_at_once(browser: Browser, tmp_path: Path) -> None:
     """Its questions come every two seconds, and later on a busy host: it is told on a connection it holds."""
     status: dict[str, object] = {"run": "digits", "task": "digits", "platform": "none", "nodes": 1, "step": 7}
-    history, registry = History(tmp_path), Registry()
+    history, registry = History(RunDir(tmp_path)), Registry()
     server = MetricsServer(
         registry, "127.0.0.1", 0, lambda: {**status, **history.now()}, history.curves,
         log=lambda: {"file": "log/rank-1.log", "lines": ["KeyError: 7"]},

@@ -15,6 +15,7 @@ from tandem.report.about import About
 from tandem.report.history import History
 from tandem.report.report import make_report
 from tandem.report.server import MetricsServer
+from tandem.run.directory import RunDir
 from tandem.telemetry.journal import Journal
 from tandem.telemetry.messages import Ranks
 from tandem.telemetry.registry import Registry
@@ -82,7 +83,7 @@ def ending() -> dict[str, object]:
 
 @pytest.fixture
 def url(run_dir: Path, ending: dict[str, object]) -> Iterator[str]:
-    history, about = History(run_dir), About(run_dir)
+    history, about = History(RunDir(run_dir)), About(run_dir)
     rows = [{"rank": rank, "node": 0, "own_ms": 20.0 + 10 * rank, "straggler": rank == 1,
              "phases_ms": {"forward": 12.0, "backward": 8.0 + rank}} for rank in range(2)]  # fmt: skip
     history.take(Ranks(rows, "straggler: rank 1 on node 0"))

@@ -10,6 +10,7 @@ from own_loops import SMALL, Scripts
 
 import tandem
 from tandem.checkpoint.listing import newest_step
+from tandem.run.directory import RunDir
 
 pytestmark = pytest.mark.multi
 SIGTERM, SIGKILL = 15, 9
@@ -27,7 +28,8 @@ def test_killed_and_started_again_alone_it_ends_with_the_same_bits_and_lines(scr
     assert scripts.alone("small.py", "calm")[0] == 0
     code, output = scripts.alone("small.py", "killed", SIGNAL=SIGKILL, SIGNAL_AT=23)
     assert code == -SIGKILL, output
-    saved = newest_step(scripts.folder / "killed" / "checkpoints")  # a save takes as long as the disk takes
+    killed = RunDir(scripts.folder / "killed")
+    saved = newest_step(killed.checkpoints)  # a save takes as long as the disk takes
     assert saved in (15, 20)
     code, output = scripts.alone("small.py", "killed")
     assert code == 0, output

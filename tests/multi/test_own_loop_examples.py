@@ -12,7 +12,7 @@ from own_loops import Scripts
 pytestmark = pytest.mark.multi
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = ("gan", "ema_frozen", "stream_lm", "distillation", "own_collective")
-SOAK = ("ema_frozen", "distillation", "own_collective")
+SOAK = ("ema_frozen", "distillation", "own_collective", "gan")
 MOST_CHANGED_LINES = 12
 RANKS = 2
 KILLS, TRIES = 2, 6

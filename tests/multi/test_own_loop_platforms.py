@@ -61,7 +61,10 @@ def of_open_mpi(rank: int) -> Mapping[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("platform, of", [("slurm", of_slurm), ("openmpi", of_open_mpi)])
+@pytest.mark.parametrize(
+    "platform, of",
+    [("slurm", of_slurm), pytest.param("openmpi", of_open_mpi, marks=pytest.mark.soak)],
+)
 def test_ranks_of_srun_and_mpirun_find_each_other(
     platform: str, of: Any, scripts: Scripts, module_ports: list[int]
 ) -> None:

@@ -20,6 +20,12 @@ from patience import patient
 pytestmark = [pytest.mark.multi, pytest.mark.faults]
 HERE = Path(__file__).parent
 ALL = os.environ.get("ZOO_ROWS", "|".join(ZOO)).split("|")
+EACH_KIND = (
+    *("tuple", "dataclass", "function", "dicts and text", "sparse embedding", "sparse bag, SparseAdam"),
+    *("complex", "batchnorm", "LSTM", "weight norm", "reentrant checkpointing", "unused parameters"),
+    *("buffer grown", "lazy linear", "LBFGS", "SAM", "parameter groups", "two optimizers", "GradScaler"),
+)
+"""One row of each kind of output, model and optimizer; `make soak` runs them all."""
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -60,6 +66,12 @@ def proved(names: list[str], folder: Path, processes: Any, limit: float) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_row_of_each_kind_trains_as_with_plain_ddp(tmp_path: Path, processes: Any) -> None:
+    proved(list(EACH_KIND), tmp_path, processes, 400)
+
+
+@pytest.mark.soak
 @pytest.mark.timeout(1500)
 def test_the_whole_zoo_trains_as_with_plain_ddp(tmp_path: Path, processes: Any) -> None:
     assert len(ZOO) >= 30

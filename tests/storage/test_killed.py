@@ -71,6 +71,9 @@ def small_task(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
 
 
+@pytest.mark.parametrize(
+    "server", ["moto", pytest.param("s3rver", marks=pytest.mark.soak)], indirect=True, scope="module"
+)
 def test_a_run_goes_on_from_the_store_with_an_empty_disk(
     server: ObjectServer,
     store_address: str,

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from servers import SERVERS, ObjectServer
 
-from tandem.checkpoint.claim import claim
 from tandem.checkpoint.listing import list_checkpoints
 from tandem.checkpoint.locate import checkpoints_of, locate
-from tandem.checkpoint.owner import Note, fence
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.storage import _made
 from tandem.checkpoint.storage.notes import notes_at
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.address import address
 from tandem.errors import CheckpointError, ConfigError, RunTakenError
+from tandem.run.lease import claim
+from tandem.run.owner import Note, fence
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -68,7 +68,7 @@ def test_a_life_on_an_object_store(store_address: str) -> None:
     assert found is not None and found[:2] == (4, STATE)
     assert store.prune(Retention(3)) == [1]
     damage(store, 4)
-    rows = list_checkpoints(store.directory, verify=True)
+    rows = list_checkpoints(store, verify=True)
     assert [(row.step, row.verified) for row in rows] == [(4, False), (3, True), (2, True)]
     told: list[int] = []
     found = store.newest_valid(lambda step, problem: told.append(step))
@@ -76,7 +76,7 @@ def test_a_life_on_an_object_store(store_address: str) -> None:
     assert store.steps() == [3, 2] and store.set_aside() == ["corrupt-step-000000004-1"]
     store.save(3, b"again", {})
     assert store.read(3)[0] == b"again" and len(store._list()[3]) == 2, "the old state is gone"
-    assert str(checkpoints_of(store_address)) == str(store.directory)
+    assert str(checkpoints_of(store_address).directory) == str(store.directory)
     assert locate(f"{store_address}@2")[1] == 2 and locate(str(store.path(3)))[1] == 3
     aside = store.move_aside()
     assert aside is not None and CheckpointStore(aside).steps() == [3, 2] and store.steps() == []
@@ -87,7 +87,7 @@ def test_a_save_without_its_manifest_counts_for_nothing(store_address: str) -> N
     store.save(1, b"one", {})
     store._storage.write(store.path(2) / "state-0.pt", b"two")  # type: ignore[attr-defined]
     assert store.steps() == [1] and store.newest_valid(no_corruption) is not None
-    assert [row.step for row in list_checkpoints(store.directory, verify=True)] == [1]
+    assert [row.step for row in list_checkpoints(store, verify=True)] == [1]
     store.save(2, b"another", {})
     assert store.read(2)[0] == b"another"
 

@@ -9,7 +9,6 @@ import pytest
 
 from tandem.checkpoint.locate import checkpoints_of
 from tandem.checkpoint.storage import _made, storage_at
-from tandem.checkpoint.storage.copies import Copies, local_folder, make_folder
 from tandem.checkpoint.storage.folder import Folder
 from tandem.checkpoint.storage.objects import Objects
 from tandem.checkpoint.storage.protocol import Entries, Payload, Reader
@@ -18,6 +17,7 @@ from tandem.cli import run
 from tandem.config import address, resolve
 from tandem.config.sources import Given
 from tandem.errors import ConfigError
+from tandem.run.directory import RunDir
 
 ROOT: list[Path] = []
 
@@ -85,21 +85,21 @@ def drawer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_a_row_of_the_table_is_all_that_a_new_storage_needs(drawer: str, tmp_path: Path) -> None:
     store = CheckpointStore(address.address(f"{drawer}/checkpoints"))
     store.save(1, b"state", {})
-    assert store.steps() == [1] and str(checkpoints_of(Path(drawer))) == f"{drawer}/checkpoints"
-    make_folder(local_folder(drawer))
-    copies = Copies(drawer)
-    copies.begin(b"{}")
-    (local_folder(drawer) / "events.jsonl").write_text("{}\n")
-    copies.push()
+    assert store.steps() == [1] and str(checkpoints_of(Path(drawer)).directory) == f"{drawer}/checkpoints"
+    run_dir = RunDir(drawer)
+    run_dir.make_folder()
+    run_dir.mirror.begin(b"{}")
+    (run_dir.folder / "events.jsonl").write_text("{}\n")
+    run_dir.push()
     there = tmp_path / "drawer" / "desk:21" / "runs" / "digits"
     names = {path.name for path in there.iterdir()}
     assert names == {"checkpoints", "config.json", "events.jsonl"}
 
 
 def test_events_that_were_put_aside_since_the_last_copy_are_not_overwritten(drawer: str) -> None:
-    folder = local_folder(drawer)
-    make_folder(folder)
-    copies, events = Copies(drawer), folder / "events.jsonl"
+    run_dir = RunDir(drawer)
+    run_dir.make_folder()
+    folder, copies, events = run_dir.folder, run_dir.mirror, run_dir.folder / "events.jsonl"
     events.write_text("1\n")
     copies.push()
     events.write_text("1\n2\n")
@@ -115,8 +115,9 @@ def test_events_that_were_put_aside_since_the_last_copy_are_not_overwritten(draw
 
 
 def test_the_summary_of_a_complete_run_stays_where_it_lies(drawer: str) -> None:
-    folder, copies = local_folder(drawer), Copies(drawer)
-    make_folder(folder)
+    run_dir = RunDir(drawer)
+    run_dir.make_folder()
+    folder, copies = run_dir.folder, run_dir.mirror
     for keeps in (True, False):
         (folder / "summary.json").write_text("{}")
         copies.push()
@@ -132,14 +133,14 @@ def test_a_report_of_a_run_that_was_never_on_this_machine(
     storage_at(where).write(where / "config.json", json.dumps({"task": "digits"}).encode())  # type: ignore[attr-defined]
     assert run("report", [drawer], {}) == 0
     written = Path(capsys.readouterr().out.strip())
-    assert written == local_folder(drawer) / "report.html" and b"digits" in written.read_bytes()
+    assert written == RunDir(drawer).folder / "report.html" and b"digits" in written.read_bytes()
 
 
 def test_a_report_makes_no_folder_for_a_run_that_is_not_there(drawer: str, tmp_path: Path) -> None:
     for place in (drawer, str(tmp_path / "none")):
         with pytest.raises(ConfigError, match="is not a run"):
             run("report", [place], {})
-        assert not local_folder(place).exists()
+        assert not RunDir(place).folder.exists()
 
 
 @pytest.mark.parametrize("setting", ["run_dir", "init_from", "resume"])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem import layout
 from tandem.telemetry import health
 
 NOW = 1000.0
@@ -76,10 +77,10 @@ def test_the_heartbeat_of_a_run_on_an_object_store_is_in_its_local_directory(tmp
 
 def test_no_link_in_a_run_directory_is_written_through(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
-    for name in (health.FILE_NAME, health.TEMPORARY):
+    for name in (layout.HEALTH, layout.HEALTH_TEMPORARY):
         (tmp_path / name).symlink_to("mine")
     health.write_run_health(tmp_path, health.record("train", 3, time.time(), 9))
-    assert (tmp_path / "mine").read_text() == "mine" and not (tmp_path / health.FILE_NAME).is_symlink()
+    assert (tmp_path / "mine").read_text() == "mine" and not (tmp_path / layout.HEALTH).is_symlink()
 
 
 def test_it_imports_little() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from tandem.checkpoint.store import CheckpointStore
 from tandem.report.history import FULL_POINTS, MAX_EVENTS, MAX_POINTS, History
+from tandem.run.directory import RunDir
 from tandem.telemetry.journal import Journal
 from tandem.telemetry.messages import Event, Point, RunStarted
 
@@ -25,13 +26,13 @@ def test_a_new_agent_reads_it_back(tmp_path: Path) -> None:
     journal.event("checkpoint", step=20)
     with journal.metrics_path.open("a") as file:
         file.write('{"step": 30, "lo')
-    history = History(tmp_path)
+    history = History(RunDir(tmp_path))
     assert steps(history) == [10, 20] and history.last_step == 20
     assert [event["kind"] for event in history.now()["events"]] == ["checkpoint"]  # type: ignore[attr-defined]
 
 
 def test_points_after_the_step_a_world_begins_at_go(tmp_path: Path) -> None:
-    history = History(tmp_path)
+    history = History(RunDir(tmp_path))
     for step in (10, 20, 30):
         history.take(Point(step, 1.0, {}))
     version = history.version
@@ -40,7 +41,7 @@ def test_points_after_the_step_a_world_begins_at_go(tmp_path: Path) -> None:
 
 
 def test_it_stays_bounded_and_keeps_beginning_and_end(tmp_path: Path) -> None:
-    history = History(tmp_path)
+    history = History(RunDir(tmp_path))
     for step in range(5 * MAX_POINTS):
         history.take(Point(step, 1.0, {}))
         history.take(Event("x", 1.0, {"step": step}))
@@ -55,7 +56,7 @@ def test_checkpoints_are_those_on_the_volume_with_what_is_known_of_them(tmp_path
         checkpoint(tmp_path, step)
     (tmp_path / "checkpoints" / ".tmp-step-400").mkdir()
     (tmp_path / "checkpoints" / "step-000000500").mkdir()  # no manifest: not committed
-    history = History(tmp_path)
+    history = History(RunDir(tmp_path))
     history.take(Event("checkpoint", 1.0, {"step": 300, "verified": True}))
     history.take(Event("fallback", 1.0, {"step": 200}))
     found: Any = history.now()["checkpoints"]
@@ -67,7 +68,7 @@ def test_checkpoints_are_those_on_the_volume_with_what_is_known_of_them(tmp_path
 
 
 def test_the_last_evaluation_s_scores_are_told(tmp_path: Path) -> None:
-    history = History(tmp_path)
+    history = History(RunDir(tmp_path))
     assert history.now()["scores"] == {}
     history.take(Point(10, 1.0, {"eval": {"accuracy": 0.5}}))
     history.take(Point(20, 1.0, {"eval": {"accuracy": 0.75}}))
@@ -76,7 +77,7 @@ def test_the_last_evaluation_s_scores_are_told(tmp_path: Path) -> None:
 
 
 def test_strange_messages_do_no_harm(tmp_path: Path) -> None:
-    history = History(tmp_path)
+    history = History(RunDir(tmp_path))
     history.take(Point("x", 1.0, {}))  # type: ignore[arg-type]
     history.take(Event("checkpoint", 1.0, {"step": None}))
     assert steps(history) == []

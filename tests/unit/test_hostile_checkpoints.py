@@ -20,6 +20,7 @@ from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
 from tandem.errors import CheckpointError, CorruptCheckpointError, UnloadableError
 from tandem.report.history import History
+from tandem.run.directory import RunDir
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -102,11 +103,11 @@ def looked_at(store: CheckpointStore) -> list[int]:
     passed: list[int] = []
     found = store.newest(store.info, lambda step, problem: passed.append(step), quarantine=False)
     assert found is not None and found[0] == 1
-    rows = list_checkpoints(store.directory, verify=True)
+    rows = list_checkpoints(store, verify=True)
     assert {row.step: row.verified for row in rows} == {2: False, 1: True}
-    assert "DAMAGED" in table(rows, store.directory)
+    assert "DAMAGED" in table(rows, store)
     assert store.scores(2) == {} and rule_of(store, best=None).newest > 0
-    history = History(store.directory.parent, store.directory)
+    history = History(RunDir(store.directory.parent))
     assert [each["step"] for each in history.now()["checkpoints"]] == [1]  # type: ignore[attr-defined]
     settings = Settings().replace(run_dir=store.directory.parent)
     assert decide_resume(settings, store).step == 1
@@ -190,9 +191,9 @@ OTHER_NAMES = (
 def test_names_that_are_not_ours_do_not_count(store: CheckpointStore, name: str) -> None:
     os.rename(store.path(2), store.directory / name)
     (store.directory / name / "link").symlink_to("/proc/self/fd/99")
-    assert store.steps() == [1] and newest_step(store.directory) == 1
+    assert store.steps() == [1] and newest_step(store) == 1
     assert store.newest_valid(lambda *_: pytest.fail("nothing is damaged")) == (1, STATE, INFO)
-    assert [row.step for row in list_checkpoints(store.directory)] == [1]
+    assert [row.step for row in list_checkpoints(store)] == [1]
     store.save(3, STATE, INFO)
     assert (store.directory / name / "manifest.json").exists(), "it is left alone"
 

@@ -1,5 +1,6 @@
 """`tandem init`: its files are as they are meant to be, and each tool that they are for takes them."""
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,9 +12,10 @@ import yaml
 
 from patience import patient
 from tandem.errors import ConfigError
-from tandem.kubernetes.render import manifests
+from tandem.kubernetes.parameters import substituted
+from tandem.kubernetes.render import ALIASES, FOLDERS, manifests
 from tandem.shipped import checkout
-from tandem.tasks.init import FILES, NO_CHECKOUT, PODS, SLURM, chosen, init, name_of, texts
+from tandem.tasks.init import FILES, JOB, NO_CHECKOUT, PODS, SLURM, chosen, init, job_name, name_of, texts
 
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "project"
 
@@ -38,6 +40,7 @@ def project(tmp_path: Path) -> Path:
 def test_golden() -> None:
     """To renew: write what `texts` gives into the files, and look at the difference."""
     made = texts(Path("/home/me/My_Project"), Path("/home/me/tandem"))
+    del made[JOB]  # a copy of the manifest, which a test below compares
     assert {f"{name.replace('/', '-')}.txt": text for name, text in made.items()} == {
         path.name: path.read_text() for path in GOLDEN.iterdir()
     }
@@ -79,8 +82,38 @@ def test_names_are_those_of_images_and_runs(folder: str, name: str, tmp_path: Pa
 def test_without_a_checkout_its_place_is_left_to_a_person() -> None:
     made = texts(Path("/home/me/p"), None)
     assert f"-f {NO_CHECKOUT}/compose/compose.yaml" in made["compose.override.yaml"]
-    (base,) = yaml.safe_load(made["k8s/kustomization.yaml"])["resources"]
-    assert (Path("/home/me/p/k8s") / base).resolve() == manifests() / "base"
+
+
+@pytest.mark.parametrize("kind", PODS)
+def test_the_job_is_the_manifest_of_its_kind_under_the_projects_name(kind: str, tmp_path: Path) -> None:
+    file = ALIASES.get(kind, kind)
+    manifest = (manifests() / FOLDERS[file] / f"{file}.yaml").read_text()
+    job = texts(tmp_path / "mine", None, kind=kind)[JOB]
+    assert list(yaml.safe_load_all(job)) == list(yaml.safe_load_all(substituted(manifest, "mine")))
+    assert "make k8s-apply" not in job and f"--kind {kind} --name mine" in job
+    comments = [line for line in manifest.splitlines() if line.startswith("  ") and "#" in line]
+    assert comments and all(line.partition("#")[2] in job for line in comments)
+
+
+def test_names_of_jobs_begin_with_a_letter() -> None:
+    names = {"2024_run": "run-2024-run", "a" * 60: "a" * 50, "My_Project": "my-project"}
+    assert {folder: job_name(Path(folder)) for folder in names} == names
+
+
+@pytest.mark.parametrize("kind", PODS)
+def test_its_kubernetes_files_need_nothing_outside_the_project(
+    kind: str, tmp_path: Path, require: Callable[..., None]
+) -> None:
+    """The base was a path into a checkout, and the printed steps had no command for Kubernetes."""
+    require("kubectl")
+    made = tmp_path / "elsewhere"
+    said = run(sys.executable, "-m", "tandem", "init", made, "--kubernetes", kind, folder=tmp_path)
+    steps = [line.partition("#")[0].strip() for line in said.partition("next:")[2].splitlines()]
+    assert steps[-2] == "kubectl apply -k k8s" and steps[-1].endswith("--name elsewhere")
+    alone = tmp_path / "another" / "machine"
+    shutil.copytree(made / "k8s", alone)
+    documents = list(yaml.safe_load_all(run("kubectl", "kustomize", ".", folder=alone)))
+    assert {each["metadata"]["labels"]["app.kubernetes.io/instance"] for each in documents} == {"elsewhere"}
 
 
 def test_compose_and_slurm_choose_the_files(tmp_path: Path) -> None:

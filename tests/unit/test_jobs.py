@@ -16,6 +16,7 @@ from tandem.launch.meeting_place import MeetingPlace
 from tandem.launch.rendezvous import host_store, join_store
 from tandem.launch.run_dir import of_this_job
 from tandem.platforms.placement import Placement
+from tandem.run.directory import RunDir
 
 
 def task_of_array(number: int, **more: Any) -> Placement:
@@ -28,36 +29,40 @@ def settings_of(folder: Path, resume: str = "auto") -> Settings:
     return Settings().replace(run_dir=folder, resume=resume)
 
 
+def taken(settings: Settings, placement: Placement) -> Settings:
+    return of_this_job(RunDir.of(settings), settings, placement)
+
+
 def joined(placement: Placement, port: int) -> TCPStore:
     return join_store(placement, ("127.0.0.1", port), 10, lambda: False)
 
 
 def test_two_tasks_of_an_array_never_share_a_run_directory(tmp_path: Path) -> None:
     settings = settings_of(tmp_path / "run")
-    assert of_this_job(settings, task_of_array(1)) == settings
-    of_this_job(settings, task_of_array(1, restarts=1))  # it comes back
+    assert taken(settings, task_of_array(1)) == settings
+    taken(settings, task_of_array(1, restarts=1))  # it comes back
     with pytest.raises(ConfigError, match=r"task 1 of array 3, but this is task 2"):
-        of_this_job(settings, task_of_array(2))
-    of_this_job(settings_of(tmp_path / "other"), task_of_array(2))
-    of_this_job(settings, replace(task_of_array(1), array=("8", "2")))  # another array goes on with the run
+        taken(settings, task_of_array(2))
+    taken(settings_of(tmp_path / "other"), task_of_array(2))
+    taken(settings, replace(task_of_array(1), array=("8", "2")))  # another array goes on with the run
     other = replace(task_of_array(1), node_rank=1)
-    assert of_this_job(settings, other) == settings
+    assert taken(settings, other) == settings
     with pytest.raises(ConfigError, match="belongs to task 1"):  # instead of waiting for a refused node 0
-        of_this_job(settings, replace(other, array=task_of_array(2).array))
-    of_this_job(settings_of(Path("/proc/nothing")), other)  # the volume need not be there
+        taken(settings, replace(other, array=task_of_array(2).array))
+    taken(settings_of(Path("/proc/nothing")), other)  # the volume need not be there
     with pytest.raises(ConfigError, match="cannot write to the run directory"):
-        of_this_job(settings_of(Path("/proc/nothing")), task_of_array(1))
+        taken(settings_of(Path("/proc/nothing")), task_of_array(1))
 
 
 def test_a_requeued_job_goes_on_though_it_began_with_never(tmp_path: Path) -> None:
     settings, job = settings_of(tmp_path, "never"), replace(task_of_array(1), array=None)
-    assert of_this_job(settings, job).checkpoint.resume == "never"
-    assert of_this_job(settings, replace(job, restarts=1)).checkpoint.resume == "auto"
+    assert taken(settings, job).checkpoint.resume == "never"
+    assert taken(settings, replace(job, restarts=1)).checkpoint.resume == "auto"
     # One that was requeued before it ran for the first time has not begun yet.
     late = replace(job, job="slurm-9.0", restarts=1)
-    assert of_this_job(settings, late).checkpoint.resume == "never"
-    assert of_this_job(settings, replace(late, restarts=2)).checkpoint.resume == "auto"
-    assert of_this_job(settings_of(tmp_path), replace(job, restarts=1)) == settings_of(tmp_path)
+    assert taken(settings, late).checkpoint.resume == "never"
+    assert taken(settings, replace(late, restarts=2)).checkpoint.resume == "auto"
+    assert taken(settings_of(tmp_path), replace(job, restarts=1)) == settings_of(tmp_path)
 
 
 def test_nodes_of_another_job_are_not_let_in(free_port: int) -> None:

@@ -14,6 +14,7 @@ from tandem.cli import run
 from tandem.errors import ConfigError
 from tandem.launch.kill import processes_of
 from tandem.log import redirect_output, setup
+from tandem.run.directory import RunDir
 
 WRITER = """
 import os, sys, time
@@ -65,7 +66,7 @@ def test_one_rank_of_one_run_is_killed(
     wanted = start(mine / "log" / "rank-1.log")
     reader = start(mine / "log" / "rank-1.log", "r")
     spared = [reader, start(mine / "log" / "rank-10.log"), start(others / "log" / "rank-1.log")]
-    assert processes_of(mine) == {("rank", 1): wanted.pid, ("rank", 10): spared[1].pid}
+    assert processes_of(RunDir(mine)) == {("rank", 1): wanted.pid, ("rank", 10): spared[1].pid}
     assert run("kill", [str(mine), "--rank", "1"], {}) == 0
     assert wanted.wait(timeout=30) == -signal.SIGKILL
     assert capsys.readouterr().out == f"rank 1 of {mine} (process {wanted.pid}): SIGKILL\n"
@@ -120,7 +121,7 @@ def test_a_rank_whose_agent_is_of_another_run_is_not_this_run_s(start: Start, tm
     log.parent.mkdir(parents=True)
     log.touch()
     agent = start(tmp_path / "theirs" / "log" / "node-0.log", "a", log)
-    assert processes_of(tmp_path / "mine") == {} and processes_of(tmp_path / "theirs") == {
+    assert processes_of(RunDir(tmp_path / "mine")) == {} and processes_of(RunDir(tmp_path / "theirs")) == {
         ("node", 0): agent.pid
     }
 
@@ -131,7 +132,7 @@ def test_our_process_is_meant_where_a_person_s_writes_to_the_log_too(start: Star
     tee = subprocess.Popen(["tee", "-a", str(log)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     try:
         rank = start(log)
-        assert processes_of(tmp_path) == {("rank", 1): rank.pid}
+        assert processes_of(RunDir(tmp_path)) == {("rank", 1): rank.pid}
     finally:
         tee.communicate()
 

@@ -18,7 +18,7 @@ AGO = SETTLED_SECONDS + 60
 OWNER = """
 import sys, time
 from pathlib import Path
-from tandem.checkpoint.claim import claim
+from tandem.run.lease import claim
 claim(Path(sys.argv[1]))
 print("mine", flush=True)
 time.sleep(300)

@@ -124,17 +124,17 @@ def test_a_verdict_of_0_needs_a_job_that_is_done() -> None:
 
 def test_a_run_is_finished_when_its_last_step_is_saved(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
-    assert not is_finished(tmp_path)
+    assert not is_finished(store)
     for step, finished in ((50, False), (99, False), (100, True)):
         store.save(step, b"x", {"steps_planned": 100})
-        assert is_finished(tmp_path) == finished
+        assert is_finished(store) == finished
     state = store.path(100) / "state.pt"
     state.write_bytes(b"y")
-    assert not is_finished(tmp_path)
+    assert not is_finished(store)
     state.unlink()
-    assert not is_finished(tmp_path)
+    assert not is_finished(store)
     store.save(101, b"x", {"steps_planned": "many"})
-    assert not is_finished(tmp_path)
+    assert not is_finished(store)
 
 
 def test_a_world_smaller_than_asked_for_never_opens() -> None:

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tandem import layout
 from tandem.config import Settings
 from tandem.config.slices import LaunchConfig
 from tandem.launch import view
 from tandem.platforms.placement import detect
+from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
 from tandem.telemetry import health
 
@@ -40,14 +42,16 @@ def test_health_is_written_again_once_it_can_be(
         written(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(health, "write_health", counted)
-    (state_dir / health.FILE_NAME / "in the way").mkdir(parents=True)
+    (state_dir / layout.HEALTH / "in the way").mkdir(parents=True)
     placement = detect({}, "here", SECOND_OF_TWO)
     with caplog.at_level(logging.WARNING, "tandem"):
-        node = view.NodeView(Settings(), placement, state_dir, tmp_path / "scratch", tmp_path / "run")
+        node = view.NodeView(
+            RunDir(tmp_path / "run"), Settings(), placement, state_dir, tmp_path / "scratch"
+        )
         try:
             until(lambda: len(tries) > 3)
-            (state_dir / health.FILE_NAME / "in the way").rmdir()
-            (state_dir / health.FILE_NAME).rmdir()
+            (state_dir / layout.HEALTH / "in the way").rmdir()
+            (state_dir / layout.HEALTH).rmdir()
             until(lambda: health.check(state_dir)[0])
         finally:
             node.close()
@@ -57,7 +61,9 @@ def test_health_is_written_again_once_it_can_be(
 
 def test_the_end_of_a_run_shorter_than_a_tick_is_in_its_health(tmp_path: Path) -> None:
     placement = detect({}, "here", SECOND_OF_TWO)
-    node = view.NodeView(Settings(), placement, tmp_path / "state", tmp_path / "scratch", tmp_path / "run")
+    node = view.NodeView(
+        RunDir(tmp_path / "run"), Settings(), placement, tmp_path / "state", tmp_path / "scratch"
+    )
     node.ended(0, "")
     node.close()
     assert health.check(tmp_path / "state") == (True, "succeeded at step 0")
@@ -79,7 +85,7 @@ def test_how_a_run_ended_waits_for_the_last_scrape(
     settings = Settings().replace(metrics="127.0.0.1:0", metrics_linger=60.0, run_dir=tmp_path / "llm")
     (tmp_path / "llm").mkdir()
     node = view.NodeView(
-        settings, detect({}, "here"), None, tmp_path / "scratch", tmp_path / "llm", None, stop
+        RunDir.of(settings), settings, detect({}, "here"), None, tmp_path / "scratch", None, stop
     )
     try:
         assert node._server is not None

@@ -14,21 +14,20 @@ from typing import Any
 
 import pytest
 
-from tandem.checkpoint import claim as module
-from tandem.checkpoint.claim import claim, refuse_if_owned
-from tandem.checkpoint.owner import Note, Token, fence
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.storage.notes import FolderNotes, Notes, notes_at
 from tandem.checkpoint.store import CheckpointStore
 from tandem.checkpoint.writer import CheckpointWriter
 from tandem.errors import CheckpointError, ConfigError, RunTakenError, StoppedError
-from tandem.launch import run_dir as run_dirs
 from tandem.platforms.placement import Placement
+from tandem.run import lease as module
+from tandem.run.lease import claim, refuse_if_owned
+from tandem.run.owner import Note, Token, fence
 
 HOLD = """
 import sys
 from pathlib import Path
-from tandem.checkpoint.claim import claim
+from tandem.run.lease import claim
 
 mine = claim(Path(sys.argv[1]), "a job")
 assert mine.problem is None, mine.problem
@@ -244,19 +243,19 @@ def test_a_machine_that_was_started_again_has_no_owners_of_before(run: Path, hol
 
 def test_a_job_is_the_same_where_its_platform_starts_it_once() -> None:
     pods = Placement("kubeflow-v1", 3, 0, None, "digits-master-0", 23456)
-    assert run_dirs._restarted_as(pods) == "kubeflow-v1 digits-master-0:23456"
+    assert module.restarted_as(pods) == "kubeflow-v1 digits-master-0:23456"
     assert (
-        run_dirs._restarted_as(replace(pods, master_host="localhost"))
+        module.restarted_as(replace(pods, master_host="localhost"))
         .split(":")[0]
         .endswith(os.uname().nodename)
     )
-    assert run_dirs._restarted_as(replace(pods, platform="by-hand")) == ""
-    assert run_dirs._restarted_as(replace(pods, platform="slurm", job="slurm-7.0")) == "slurm-7.0"
+    assert module.restarted_as(replace(pods, platform="by-hand")) == ""
+    assert module.restarted_as(replace(pods, platform="slurm", job="slurm-7.0")) == "slurm-7.0"
 
 
 def test_a_process_of_the_owners_own_writes_on_its_behalf(run: Path) -> None:
     mine = claim(run)
-    code = "import sys; from pathlib import Path; from tandem.checkpoint.claim import claim\n"
+    code = "import sys; from pathlib import Path; from tandem.run.lease import claim\n"
     code += "lent = claim(Path(sys.argv[1])); print(lent.token.number); lent.close()"
     result = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True)
     assert result.stdout.strip() == "1", result.stderr

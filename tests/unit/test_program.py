@@ -108,7 +108,7 @@ def test_where_each_process_is_a_rank_already_a_program_is_not_launched_again(
 
 
 def test_threads_are_torchruns_where_ranks_share_a_host() -> None:
-    job = Job(Program("script", "x.py"), "/run", {}, 5, None, 60.0, False, False)
+    job = Job(Program("script", "x.py"), "/run/log", {}, 5, None, 60.0, False, False)
     assert "OMP_NUM_THREADS" not in variables(job, Position(), {})
     assert variables(job, Position(ranks_on_host=2), {})["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in variables(job, Position(ranks_on_host=2), {"OMP_NUM_THREADS": "3"})

@@ -19,6 +19,7 @@ from tandem.log import setup
 from tandem.report.about import About
 from tandem.report.history import History
 from tandem.rotation import older
+from tandem.run.directory import RunDir
 from tandem.telemetry import journal as journal_module
 from tandem.telemetry.journal import Journal, read_events
 from tandem.telemetry.restarts import Restarts
@@ -190,7 +191,7 @@ def test_readers_find_events_of_both_files(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     for step in range(40):
         journal.event("checkpoint", step=step)
-    shown = History(tmp_path).now()["events"]
+    shown = History(RunDir(tmp_path)).now()["events"]
     assert isinstance(shown, list)
     steps = [event["step"] for event in reversed(shown)]
     assert steps == list(range(steps[0], 40)) and "counted" in (tmp_path / "events.jsonl").read_text()
@@ -224,7 +225,7 @@ def test_a_signal_finds_the_rank_whose_log_was_put_aside(tmp_path: Path) -> None
                 if older(path).exists() and "xxx" in older(path).read_text():
                     break
                 time.sleep(0.05)
-            assert processes_of(tmp_path) == {("rank", 1): rank.pid}
+            assert processes_of(RunDir(tmp_path)) == {("rank", 1): rank.pid}
         finally:
             rank.communicate(b"\n", timeout=60)
 

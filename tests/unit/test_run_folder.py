@@ -4,26 +4,27 @@ from pathlib import Path
 
 import pytest
 
-from tandem.checkpoint.claim import Claim
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
-from tandem.launch.run_dir import prepare_run_dir, run_folder
+from tandem.launch.run_dir import prepare_run_dir
+from tandem.run.directory import RunDir
+from tandem.run.lease import Claim
 
 
 def test_folders_that_nothing_has_come_into_go_again(tmp_path: Path) -> None:
-    with run_folder(Settings().replace(run_dir=tmp_path / "runs" / "a")):
+    with RunDir(tmp_path / "runs" / "a").made():
         assert (tmp_path / "runs" / "a").is_dir()
     assert not (tmp_path / "runs").exists() and tmp_path.exists()
 
 
 def test_those_that_were_there_or_are_filled_stay(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with run_folder(Settings().replace(run_dir=tmp_path / "empty")):
+    with RunDir(tmp_path / "empty").made():
         pass
-    with run_folder(Settings().replace(run_dir=tmp_path / "runs" / "a")):
+    with RunDir(tmp_path / "runs" / "a").made():
         (tmp_path / "runs" / "other").touch()
-    with pytest.raises(KeyError), run_folder(Settings().replace(run_dir=tmp_path / "runs" / "b")):
+    with pytest.raises(KeyError), RunDir(tmp_path / "runs" / "b").made():
         (tmp_path / "runs" / "b" / "log").mkdir()
         raise KeyError
     assert (tmp_path / "empty").is_dir() and not (tmp_path / "runs" / "a").exists()
@@ -43,5 +44,5 @@ def test_a_start_takes_away_the_summary_of_the_last_one(
     if saved:
         CheckpointStore(tmp_path / "checkpoints").save(saved, b"state", {"steps_planned": 9})
     decision = ResumeDecision(kind) if kind is not None else None  # type: ignore[arg-type]
-    prepare_run_dir(Settings().replace(run_dir=tmp_path), Claim(tmp_path), decision)
+    prepare_run_dir(RunDir(tmp_path), Settings().replace(run_dir=tmp_path), Claim(tmp_path), decision)
     assert (tmp_path / "summary.json").exists() == stays and (tmp_path / "config.json").exists()

@@ -13,8 +13,8 @@ import pytest
 
 from patience import patient
 from tandem.config import resolve
-from tandem.launch.run_dir import open_run_folder
 from tandem.platforms.replica import note_end
+from tandem.run.directory import RunDir
 
 
 @pytest.fixture(params=[0o022, 0o077, 0])
@@ -26,7 +26,7 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def opened(folder: Path) -> Path:
     variables = {"TANDEM_RUN_DIR": str(folder)}
-    open_run_folder(resolve({}, variables).settings)
+    RunDir.of(resolve({}, variables).settings).make_private()
     return folder
 
 

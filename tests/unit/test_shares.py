@@ -24,6 +24,7 @@ from tandem.data.source import Reader
 from tandem.errors import ConfigError
 from tandem.launch.shares import refuse_uneven
 from tandem.platforms.placement import Placement
+from tandem.run.directory import RunDir
 
 weights = st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=9)
 
@@ -129,7 +130,7 @@ NO_GPU, GPU = {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "0"}
 
 def launched(placement: Placement, environ: Mapping[str, str], folder: Path, **values: object) -> None:
     settings = Settings().replace(**{"batch_size": 10, "run_dir": folder / "run", **values})
-    refuse_uneven(settings, placement, environ)
+    refuse_uneven(RunDir.of(settings), settings, placement, environ)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,10 @@ import pytest
 
 from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import CrashLoopError
-from tandem.launch import starts as module
-from tandem.launch.starts import NAME, Record, Starts, backoff_seconds
+from tandem.layout import STARTS
+from tandem.run import crash_loop as module
+from tandem.run.crash_loop import CrashLoop, Record, backoff_seconds
+from tandem.run.directory import RunDir
 
 
 @pytest.fixture(autouse=True)
@@ -16,14 +18,14 @@ def _no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FIRST_BACKOFF_SECONDS", 0.0)
 
 
-def begin(run: Path, allowed: int = 3) -> Starts:
-    starts = Starts(run)
+def begin(run: Path, allowed: int = 3) -> CrashLoop:
+    starts = RunDir(run).crash_loop()
     starts.begin(allowed, lambda: False)
     return starts
 
 
 def counted(run: Path) -> Record:
-    path = run / NAME
+    path = run / STARTS
     return Record.parse(path.read_bytes() if path.exists() else None)
 
 
@@ -48,7 +50,7 @@ def test_killed_starts_are_given_up_with_the_reason_and_a_person_may_try_again(t
 def test_an_end_that_no_platform_mends_counts_for_nothing(tmp_path: Path, code: int) -> None:
     begin(tmp_path)._timer.cancel()
     begin(tmp_path).end(code, "", generations=1)
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / STARTS).exists()
 
 
 def test_a_start_that_waited_in_vain_for_others_does_not_count(tmp_path: Path) -> None:
@@ -77,7 +79,7 @@ def test_a_start_that_lives_long_is_no_crash_that_repeats(
     monkeypatch.setattr(module, "STEADY_SECONDS", 0.01)
     starts = begin(tmp_path)
     starts._timer.join(30)
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / STARTS).exists()
 
 
 def test_the_wait_grows_and_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,23 +92,23 @@ def test_the_wait_grows_and_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_stop_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FIRST_BACKOFF_SECONDS", 1e6)
     monkeypatch.setattr(module, "LONGEST_BACKOFF_SECONDS", 1e6)
-    (tmp_path / NAME).write_text(json.dumps({"starts": 3, "step": 0, "reason": ""}))
-    starts = Starts(tmp_path)
+    (tmp_path / STARTS).write_text(json.dumps({"starts": 3, "step": 0, "reason": ""}))
+    starts = RunDir(tmp_path).crash_loop()
     starts.begin(10, lambda: True)
     starts.end(137, "stopped", generations=0)
     assert counted(tmp_path).starts == 3
 
 
 def test_the_count_of_a_run_that_was_taken_over_is_its_new_owners(tmp_path: Path) -> None:
-    starts = Starts(tmp_path, is_ours=lambda: False)
+    starts = RunDir(tmp_path).crash_loop(lambda: False)
     starts.begin(3, lambda: False)
     starts.end(200, "", generations=1)
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / STARTS).exists()
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"starts": "x"}', "null", '{"starts": 3}'])
 def test_what_is_no_record_counts_nothing(tmp_path: Path, content: str) -> None:
-    (tmp_path / NAME).write_text(content)
+    (tmp_path / STARTS).write_text(content)
     begin(tmp_path)._timer.cancel()
     assert counted(tmp_path).starts == 1
 

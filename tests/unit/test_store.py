@@ -407,12 +407,12 @@ def test_list_checkpoints(store: CheckpointStore) -> None:
         store.save(step, STATE, INFO)
     (store.path(1) / "state.pt").write_bytes(b"")
     written = store.manifest(2)["written_at"]
-    rows = list_checkpoints(store.directory, now=written + 60)
+    rows = list_checkpoints(store, now=written + 60)
     assert [(row.step, row.verified) for row in rows] == [(2, None), (1, None)]
     assert rows[0].age_seconds == pytest.approx(60) and rows[0].bytes == store.sizes()[2]
-    rows = list_checkpoints(store.directory, verify=True)
+    rows = list_checkpoints(store, verify=True)
     assert [row.verified for row in rows] == [True, False] and "bytes" in rows[1].problem
-    assert list_checkpoints(store.directory / "missing") == [] and store.steps() == [2, 1]
+    assert list_checkpoints(CheckpointStore(store.directory / "missing")) == [] and store.steps() == [2, 1]
 
 
 def test_the_rule_is_the_runs_own_unless_said_otherwise(store: CheckpointStore) -> None:
@@ -426,15 +426,15 @@ def test_the_rule_is_the_runs_own_unless_said_otherwise(store: CheckpointStore) 
 
 
 def test_the_table(store: CheckpointStore) -> None:
-    assert table([], store.directory) == f"no checkpoints in {store.directory}"
+    assert table([], store) == f"no checkpoints in {store.directory}"
     for step in (1, 2, 3):
         store.save(step, STATE, {"eval": {"accuracy": 1 / step}})
     (store.path(2) / "state.pt").write_bytes(b"")
     store.save(4, STATE, {})
     (store.path(4) / "state.pt").write_bytes(b"")
     store.newest_valid(lambda step, problem: None)
-    rows = list_checkpoints(store.directory, verify=True, rule=Retention(1, Best("accuracy", True)))
-    lines = table(rows, store.directory).splitlines()
+    rows = list_checkpoints(store, verify=True, rule=Retention(1, Best("accuracy", True)))
+    lines = table(rows, store).splitlines()
     assert [line.split()[0] for line in lines[:4]] == ["step", "3", "2", "1"]
     assert "verified  newest" in lines[1] and "accuracy 0.3333" in lines[1]
     assert "DAMAGED   next to delete" in lines[2] and "best accuracy:max" in lines[3]
@@ -454,7 +454,7 @@ def test_what_is_pruned_while_somebody_looks_is_no_damage(
         return real(self, step)
 
     monkeypatch.setattr(CheckpointStore, "manifest", pruned_first)
-    assert [row.step for row in list_checkpoints(store.directory, verify=True)] == [2]
+    assert [row.step for row in list_checkpoints(store, verify=True)] == [2]
 
 
 def test_locate(store: CheckpointStore) -> None:
@@ -490,8 +490,8 @@ def test_a_step_whose_manifest_is_gone_is_named(store: CheckpointStore) -> None:
         store.save(step, STATE, INFO)
     (store.path(2) / "manifest.json").unlink()
     for verify in (False, True):
-        rows = list_checkpoints(store.directory, verify)
+        rows = list_checkpoints(store, verify)
         assert [(row.step, row.verified) for row in rows] == [(2, False), (1, True if verify else None)]
-        assert "step 2: its manifest is missing" in table(rows, store.directory)
+        assert "step 2: its manifest is missing" in table(rows, store)
         assert rows[0].bytes == (store.path(2) / "state.pt").stat().st_size, "it takes room, too"
     assert store.newest_valid(no_corruption) == (1, STATE, INFO)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tandem.checkpoint.claim import Claim
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.cli import run
 from tandem.config import Given, resolve
@@ -19,6 +18,8 @@ from tandem.errors import ConfigError
 from tandem.launch.run_dir import prepare_run_dir
 from tandem.report import tracking
 from tandem.report.trackers import Beginning, Row, numbers_of
+from tandem.run.directory import RunDir
+from tandem.run.lease import Claim
 from tandem.telemetry.journal import Journal
 
 
@@ -58,7 +59,7 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kept:
 
 
 def sending(folder: Path) -> tracking.Sending:
-    return tracking.Sending(folder, "mlflow", [])
+    return tracking.Sending(RunDir(folder), "mlflow", [])
 
 
 def test_each_step_is_sent_once_through_rewinds_and_launches(kept: Kept, tmp_path: Path) -> None:
@@ -153,7 +154,7 @@ def test_a_run_has_one_name_before_its_tracker_has_answered(kept: Kept, tmp_path
 
 @pytest.mark.parametrize("found", ["[1]", '{"ours": "a", "of a later version": 1}', '"text"', "null"])
 def test_a_mark_that_is_none_is_begun_anew(kept: Kept, tmp_path: Path, found: str) -> None:
-    (tmp_path / tracking.FILE_NAME).write_text(f'{{"mlflow": {found}}}')
+    (tmp_path / "tracker.json").write_text(f'{{"mlflow": {found}}}')
     Journal(tmp_path).metrics(10, loss=1.0)
     assert sending(tmp_path).send() == 1 and sending(tmp_path).send() == 0
 
@@ -190,7 +191,7 @@ def test_a_missing_package_is_one_line_before_anything_starts(name: str, tmp_pat
     settings = settings.replace(run_dir=tmp_path / "run")
     typed = rf"run: pip install 'tandem-train\[{name}\]', or omit --tracker"
     with pytest.raises(ConfigError, match=typed):
-        prepare_run_dir(settings, Claim(tmp_path / "run"), ResumeDecision("fresh"))
+        prepare_run_dir(RunDir.of(settings), settings, Claim(tmp_path / "run"), ResumeDecision("fresh"))
     assert not (tmp_path / "run").exists()
 
 

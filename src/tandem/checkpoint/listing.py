@@ -27,14 +27,13 @@ class CheckpointRow:
 
 
 def list_checkpoints(
-    directory: PurePath, verify: bool = False, now: float | None = None, rule: Retention | None = None
+    store: CheckpointStore, verify: bool = False, now: float | None = None, rule: Retention | None = None
 ) -> list[CheckpointRow]:
     """Return the rows, newest first. Changes nothing.
 
     `now` is in Unix seconds; `rule` defaults to `rule_of`. Raises CheckpointError for a volume that cannot be
     read. Checkpoints that are pruned meanwhile are left out.
     """
-    store = CheckpointStore(directory)
     now = time.time() if now is None else now
     why, sizes = store.why_kept(rule or rule_of(store)), store.sizes()
 
@@ -88,7 +87,7 @@ def rule_of(
     )
 
 
-def table(rows: list[CheckpointRow], directory: PurePath) -> str:
+def table(rows: list[CheckpointRow], store: CheckpointStore) -> str:
     """Format aligned lines, plus a line about quarantined checkpoints."""
     cells: list[tuple[str, ...]] = [("step", "bytes", "age", "", "kept as", "scores")]
     for row in rows:
@@ -101,16 +100,16 @@ def table(rows: list[CheckpointRow], directory: PurePath) -> str:
     lines = (
         [_line(line, widths) for line in cells]
         if rows
-        else [f"no checkpoints in {printable(str(directory))}"]
+        else [f"no checkpoints in {printable(str(store.directory))}"]
     )
     lines += [printable(f"step {row.step}: {row.problem}", LONGEST_LINE) for row in rows if row.problem]
-    if aside := CheckpointStore(directory).set_aside():
+    if aside := store.set_aside():
         said = f"damaged checkpoints were set aside; inspect or delete them: {', '.join(aside)}"
         lines.append(printable(said, LONGEST_LINE))
     return "\n".join(lines)
 
 
-def as_json(rows: list[CheckpointRow], directory: PurePath) -> dict[str, object]:
+def as_json(rows: list[CheckpointRow], store: CheckpointStore) -> dict[str, object]:
     """Return what `tandem checkpoints ls --json` prints, except for what was removed."""
     checkpoints = [
         {
@@ -125,8 +124,11 @@ def as_json(rows: list[CheckpointRow], directory: PurePath) -> dict[str, object]
         }
         for row in rows
     ]
-    set_aside = list(CheckpointStore(directory).set_aside())
-    return {"directory": str(directory), "checkpoints": checkpoints, "set_aside": set_aside}
+    return {
+        "directory": str(store.directory),
+        "checkpoints": checkpoints,
+        "set_aside": store.set_aside(),
+    }
 
 
 def _line(cells: tuple[str, ...], widths: list[int]) -> str:
@@ -150,12 +152,11 @@ def age_in_words(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def is_finished(directory: PurePath) -> bool:
+def is_finished(store: CheckpointStore) -> bool:
     """Return True if the newest checkpoint is from the last step of its run; False if that is unknown.
 
     Its bytes are verified, because a run that falls back to an older checkpoint still has steps to train.
     """
-    store = CheckpointStore(directory)
     try:
         step = max(store.steps(), default=None)
         info = {} if step is None else store.info(step)
@@ -168,9 +169,9 @@ def is_finished(directory: PurePath) -> bool:
     return True
 
 
-def newest_step(directory: PurePath) -> int | None:
+def newest_step(store: CheckpointStore) -> int | None:
     """Return the newest committed step, by name; None if there is none or the volume fails."""
     try:
-        return max(CheckpointStore(directory).steps(), default=None)
+        return max(store.steps(), default=None)
     except CheckpointError:
         return None

@@ -2,6 +2,7 @@
 
 from pathlib import Path, PurePath
 
+from tandem import layout
 from tandem.checkpoint.storage.protocol import STEP_NAME
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.address import address
@@ -13,20 +14,20 @@ LINKED = "checkpoints is a symbolic link, which tandem does not follow"
 
 def is_linked(run_dir: PurePath) -> bool:
     """Return True if `checkpoints` in the run is a symbolic link, which readers must not follow."""
-    return isinstance(run_dir, Path) and (run_dir / "checkpoints").is_symlink()
+    return isinstance(run_dir, Path) and (run_dir / layout.CHECKPOINTS).is_symlink()
 
 
-def checkpoints_of(run: str | PurePath) -> PurePath:
-    """Return the checkpoints directory of a run, or `run` itself if it is such a directory.
+def checkpoints_of(run: str | PurePath) -> CheckpointStore:
+    """Return the checkpoints of a run, or those in `run` itself if it is a directory of checkpoints.
 
     Raises ConfigError if it is a symbolic link in the run.
     """
     path = address(run)
     if is_linked(path):
         raise ConfigError(f"{path}: {LINKED}; give the directory it points to")
-    inner = path / "checkpoints"
-    has_inner = is_directory(inner) if isinstance(inner, Path) else CheckpointStore(inner).steps()
-    return inner if has_inner else path
+    inner = CheckpointStore(path / layout.CHECKPOINTS)
+    has_inner = is_directory(inner.directory) if isinstance(path, Path) else inner.steps()
+    return inner if has_inner else CheckpointStore(path)
 
 
 def locate(text: str) -> tuple[CheckpointStore, int | None]:
@@ -46,7 +47,7 @@ def locate(text: str) -> tuple[CheckpointStore, int | None]:
         path = path.resolve()
     if step is None and (match := STEP_NAME.fullmatch(path.name)):
         path, step = path.parent, int(match[1])
-    store = CheckpointStore(checkpoints_of(path))
+    store = checkpoints_of(path)
     steps = store.steps()
     if not steps:
         raise ConfigError(f"{store.directory} contains no checkpoint; give a run that has saved one")

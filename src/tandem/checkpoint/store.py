@@ -16,6 +16,7 @@ from contextlib import closing, contextmanager
 from pathlib import PurePath
 from typing import Any, TypeVar
 
+from tandem import layout
 from tandem.checkpoint.manifest import (
     LARGEST_BYTES,
     check,
@@ -48,7 +49,7 @@ def translated(what: str, advice: str = "") -> Iterator[None]:
 class CheckpointStore:
     """The checkpoints of one run, in `directory` (a Path or RemotePath), which the first save creates.
 
-    `fence` raises RunTakenError if the run belongs to another launch (see `owner.fence`).
+    `fence` raises RunTakenError if the run belongs to another launch (see `run/owner.py`).
     """
 
     def __init__(self, directory: PurePath, fence: Callable[[], None] = lambda: None) -> None:
@@ -192,7 +193,7 @@ class CheckpointStore:
         everything = after_step < 0 and bool(self._entries())
         if not newer and not everything:
             return None
-        name = time.strftime("checkpoints-before-%Y%m%dT%H%M%SZ", time.gmtime())
+        name = time.strftime(f"{layout.CHECKPOINTS_BEFORE}%Y%m%dT%H%M%SZ", time.gmtime())
         with translated(f"cannot move the checkpoints in {self.directory} aside"):
             aside, number = self.directory.with_name(name), 1
             while self._storage.list(aside):

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem import shipped
+from tandem import layout, shipped
 from tandem.cluster.project import OVERRIDE, project_folder
 from tandem.errors import MISCONFIGURED, PEER_LOST, TandemError
 
@@ -279,9 +279,9 @@ class Cluster:
 
     def events(self) -> list[dict[str, object]]:
         """Return the run's events so far; if the file begins with counts, it continues the older file."""
-        found = self._events("events.jsonl")
+        found = self._events(layout.EVENTS)
         if not found or found[0]["kind"] == "counted":
-            found = self._events("events.jsonl.1") + found[1:]
+            found = self._events(layout.EVENTS + layout.OLDER) + found[1:]
         return found
 
     def _events(self, name: str) -> list[dict[str, object]]:

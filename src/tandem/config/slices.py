@@ -5,7 +5,7 @@ from it.
 """
 
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Literal
 
 from tandem.config.fields import (
@@ -56,12 +56,6 @@ class RunConfig:
     seed: Seed = setting(
         0, "random seed for initial weights, data order, augmentation and dropout", fixed=True
     )
-
-    @property
-    def place(self) -> PurePath:
-        """The run directory, once the run has begun (see launch/run_dir.py)."""
-        assert self.run_dir is not None
-        return self.run_dir
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.checkpoint.memory import NodeMemory
-from tandem.checkpoint.owner import Token
+from tandem.run.owner import Token
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,15 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from pathlib import Path, PurePath
+from pathlib import Path
 
-from tandem.checkpoint.claim import refuse_if_owned
-from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Given, Settings, as_flags, resolve
 from tandem.errors import ConfigError, TandemError
 from tandem.json_output import wrap_stderr
 from tandem.launch.gpus import gpus_of, share_of_replica
 from tandem.launch.node import run_this_node, script_work, task_work, with_port
 from tandem.launch.program import check
-from tandem.launch.run_dir import of_this_job, resolve_run_dir
+from tandem.launch.run_dir import of_this_job
 from tandem.launch.shares import refuse_uneven
 from tandem.launch.simulated import simulate
 from tandem.launch.termination import leave_word
@@ -24,6 +22,8 @@ from tandem.launch.workers import resolve as import_rank_function
 from tandem.log import is_quiet, outlive_the_terminal, setup, writes_to_file
 from tandem.platforms.placement import Placement, detect, of_this_process
 from tandem.platforms.replica import note_code, note_end, note_start, stay_down_code
+from tandem.run.directory import RunDir
+from tandem.run.lease import refuse_if_owned
 from tandem.script.job import Program
 from tandem.signals import StopFlag
 from tandem.silence import still
@@ -58,7 +58,7 @@ def launch(flags: Flags, environ: Environment, program: Program | None = None) -
 
 def _launch_replica(flags: Flags, environ: Environment, program: Program | None) -> int:
     """Run under Compose, which restarts on any nonzero exit: exit at once if the last end was permanent."""
-    run_dir, container = local_folder(environ.get("TANDEM_RUN_DIR", ".")), socket.gethostname()
+    run_dir, container = RunDir(environ.get("TANDEM_RUN_DIR", ".")).folder, socket.gethostname()
     code = stay_down_code(run_dir, container)
     if code is not None:
         return code
@@ -76,7 +76,7 @@ def _launch_replica(flags: Flags, environ: Environment, program: Program | None)
 
 def _launch(flags: Flags, environ: Environment, program: Program | None) -> int:
     stop = StopFlag().install()
-    settings, placement, chosen = _begin(flags, environ, program)
+    run, settings, placement, chosen = _begin(flags, environ, program)
     # Under torchrun or srun, each rank would launch the program again.
     if placement.rank is not None and program is not None:
         raise ConfigError(
@@ -84,25 +84,25 @@ def _launch(flags: Flags, environ: Environment, program: Program | None) -> int:
             "again; start one task per node, or run the program without tandem"
         )
     if placement.rank is not None:
-        return _train(settings, placement, chosen)
+        return _train(run, settings, placement, chosen)
     if program is None:
-        refuse_uneven(settings, placement, environ)
+        refuse_uneven(run, settings, placement, environ)
     if placement.starts_all:
-        refuse_if_owned(settings.run.place)  # fail early; node 0 takes the lease only once it has started
+        refuse_if_owned(run.where)  # fail early; node 0 takes the lease only once it has started
     placement = with_port(placement)
     if program:
-        work = script_work(program, settings, chosen)
+        work = script_work(program, run, settings, chosen)
     else:
         work = task_work(RANK_FUNCTION, settings, chosen)
     if placement.starts_all and placement.nodes > 1:
-        return simulate(settings, placement, as_flags(flags), environ, stop, work.preload, program)
+        return simulate(run, settings, placement, as_flags(flags), environ, stop, work.preload, program)
     is_here = placement.node_rank == 0 and (placement.starts_all or placement.nodes_share_host)
     if is_here and settings.telemetry.log_format != "json" and not is_quiet():
-        work = work._replace(header=where(settings.run.place, program is not None))
+        work = work._replace(header=where(run, program is not None))
     if per_node := environ.get("TANDEM_COMPOSE_GPUS"):
         os.environ.update(share_of_replica(gpus_of(environ), per_node, placement.node_rank, placement.nodes))
     state = environ.get("TANDEM_STATE_DIR")
-    return run_this_node(settings, placement, work, Path(state) if state else None, stop)
+    return run_this_node(run, settings, placement, work, Path(state) if state else None, stop)
 
 
 def train(flags: Flags, environ: Environment) -> int:
@@ -111,29 +111,29 @@ def train(flags: Flags, environ: Environment) -> int:
     Raises TandemError.
     """
     outlive_the_terminal()
-    settings, placement, chosen = _begin(flags, environ)
+    run, settings, placement, chosen = _begin(flags, environ)
     placement = placement.as_rank()
     if placement.rank is None and placement.nodes > 1:
         raise ConfigError(
             f"`tandem train` runs one rank, but its place among {placement.nodes} nodes is not set; "
             f"start all ranks with `tandem launch --nodes {placement.nodes}` or torchrun"
         )
-    return _train(settings, placement, chosen)
+    return _train(run, settings, placement, chosen)
 
 
-def _train(settings: Settings, placement: Placement, chosen: frozenset[str]) -> int:
+def _train(run: RunDir, settings: Settings, placement: Placement, chosen: frozenset[str]) -> int:
     wait_passively()
     with still("importing torch"):
         from tandem.launch.lone_rank import run_lone_rank
 
         rank_function = import_rank_function(RANK_FUNCTION)
-    return run_lone_rank(settings, placement, rank_function, chosen)
+    return run_lone_rank(run, settings, placement, rank_function, chosen)
 
 
 def _begin(
     flags: Flags, environ: Environment, program: Program | None = None
-) -> tuple[Settings, Placement, frozenset[str]]:
-    """Return the settings, this node's placement, and the names of the settings that were set explicitly."""
+) -> tuple[RunDir, Settings, Placement, frozenset[str]]:
+    """Return the run directory, the settings, this node's placement, and the names of explicit settings."""
     loaded = resolve(flags, environ)
     settings = loaded.settings
     notes = list(loaded.notes)
@@ -153,16 +153,17 @@ def _begin(
             log.info("%s", note)
         for name in sorted(loaded.chosen):
             log.debug("setting %s, from %s", name, loaded.sources[name])
-    settings = of_this_job(resolve_run_dir(settings, placement, time.time()), placement)
-    return settings, placement, loaded.chosen
+    run = RunDir.open(settings, placement, time.time())
+    settings = of_this_job(run, run.recorded(settings), placement)
+    return run, settings, placement, loaded.chosen
 
 
-def where(run_dir: PurePath, is_script: bool = False) -> str:
+def where(run: RunDir, is_script: bool = False) -> str:
     """Return the lines that tell a person where the run's files are.
 
     A script stores its checkpoints where it likes, so none are listed for it.
     """
-    folder, run = local_folder(run_dir), shown(run_dir)
-    logs = run if folder == run_dir else folder
-    checkpoints = "" if is_script else f"checkpoints  {run}/checkpoints\n"
-    return f"run          {run}\n{checkpoints}logs         {logs}/log"
+    place = shown(run.where)
+    logs = place if run.is_here else run.folder
+    checkpoints = "" if is_script else f"checkpoints  {place}/checkpoints\n"
+    return f"run          {place}\n{checkpoints}logs         {logs}/log"

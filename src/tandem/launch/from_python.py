@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Given, resolve
 from tandem.config.removed import instead_of
 from tandem.config.settings import unknown
@@ -27,11 +26,10 @@ from tandem.config.sources import FIELDS
 from tandem.errors import FINISHED, ConfigError
 from tandem.launch.endings import run_failed
 from tandem.launch.program import text_of_setting
-from tandem.launch.run_dir import resolve_run_dir
 from tandem.launch.scratch import scratch
 from tandem.platforms.placement import detect, on_this_host
 from tandem.process import safe_path
-from tandem.reading import RunFiles
+from tandem.run.directory import RunDir
 from tandem.script.function import RESULT, write
 from tandem.script.job import FUNCTION
 
@@ -119,12 +117,12 @@ def launch(
         )
     name = re.sub(r"\W", "", getattr(function, "__name__", type(function).__name__)) or "function"
     environ = on_this_host("tandem.launch", os.environ, socket.gethostname())
-    flags, run_dir = _checked(name, {"nodes": nodes, "nproc": nproc, **settings}, environ)
-    handle = LaunchHandle(name, function, arguments, flags, run_dir, environ)
+    flags, run = _checked(name, {"nodes": nodes, "nproc": nproc, **settings}, environ)
+    handle = LaunchHandle(name, function, arguments, flags, run, environ)
     return handle.wait() if wait else handle
 
 
-def _checked(name: str, settings: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[list[str], Path]:
+def _checked(name: str, settings: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[list[str], RunDir]:
     """Return the settings as flags of `tandem launch`, and the run directory. Raises ConfigError."""
     for key in settings:
         if key in NOT_HERE:
@@ -136,9 +134,9 @@ def _checked(name: str, settings: Mapping[str, Any], environ: Mapping[str, str])
     given = {key: Given(text_of_setting(value), "tandem.launch", key) for key, value in settings.items()}
     asked = resolve(given, environ).settings.replace(task=name)
     placement = detect(environ, socket.gethostname(), asked.launch)
-    run_dir = resolve_run_dir(asked, placement, time.time()).run.place
-    flags = {**{key: value.text for key, value in given.items()}, "run_dir": str(run_dir)}
-    return [f"--{key.replace('_', '-')}={text}" for key, text in flags.items()], local_folder(run_dir)
+    run = RunDir.open(asked, placement, time.time())
+    flags = {**{key: value.text for key, value in given.items()}, "run_dir": str(run.where)}
+    return [f"--{key.replace('_', '-')}={text}" for key, text in flags.items()], run
 
 
 class LaunchHandle:
@@ -150,11 +148,12 @@ class LaunchHandle:
         function: Callable[..., Any],
         arguments: Sequence[Any],
         flags: Sequence[str],
-        run_dir: Path,
+        run: RunDir,
         environ: Mapping[str, str],
     ) -> None:
         """Raises ConfigError if the function cannot be pickled."""
-        self.run_dir = run_dir
+        self.run_dir = run.folder
+        self._opened = run
         self._call = name, function, arguments
         self._command = [sys.executable, "-c", START, str(os.getpid()), "launch", *flags]
         self._environ = safe_path({**environ, "PYTHONUNBUFFERED": "1"})
@@ -220,7 +219,7 @@ class LaunchHandle:
             raise run_failed(code, lines)
         packed = file.with_suffix(RESULT)  # missing if the function ended rank 0 with sys.exit(0)
         result = pickle.loads(packed.read_bytes()) if packed.exists() else None
-        return LaunchResult(result, self.run_dir, RunFiles(self.run_dir).read("summary.json"))
+        return LaunchResult(result, self.run_dir, self._opened.summary())
 
 
 def _printed(process: subprocess.Popen[bytes]) -> Iterator[str]:

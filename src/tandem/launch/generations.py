@@ -265,7 +265,7 @@ class NodeAgent(SimpleElasticAgent):
         self._node.view.hung(alarm)
         self._hang = alarm
         ranks = {local_rank: position.rank for local_rank, position in self._positions.items()}
-        if said := gather_stacks(self._workers, ranks, self._node.view.run_dir / "log"):
+        if said := gather_stacks(self._workers, ranks, self._node.run.logs):
             log.info("%s", said)
         return PEER_LOST
 
@@ -335,7 +335,7 @@ class NodeAgent(SimpleElasticAgent):
         """
         if self._node.placement.node_rank != 0:
             return is_confirmed(self._root)
-        return is_finished(self._node.view.checkpoints)
+        return is_finished(self._node.run.checkpoints)
 
     def _has_no_time(self) -> bool:
         """Return whether to exit without waiting: no rank has trained, or Ctrl-C was pressed twice."""

@@ -12,25 +12,26 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from tandem.checkpoint.owner import FOLDER
+from tandem import layout
 from tandem.errors import ConfigError
 from tandem.process import stat_of
+from tandem.run.directory import RunDir
 
-LOG = re.compile(r"(rank|node)-(\d+)\.log")
 WRITES = os.O_WRONLY | os.O_RDWR
 
 
-def kill(run_dir: Path, kind: str, number: int, name: str) -> str:
+def kill(run: RunDir, kind: str, number: int, name: str) -> str:
     """Send SIG`name` to rank or node (`kind`) `number` of a run; return a line about it.
 
     Raises ConfigError if no such process runs on this machine.
     """
-    if (run_dir / "log").is_symlink():
+    run_dir = run.folder
+    if run.logs.is_symlink():
         raise ConfigError(f"{run_dir}/log is a link to another run's logs; give that run's directory")
-    if not (run_dir / "log").is_dir():
-        what = "has not started" if (run_dir / FOLDER).is_dir() else "is not a run"
+    if not run.logs.is_dir():
+        what = "has not started" if (run_dir / layout.OWNER).is_dir() else "is not a run"
         raise ConfigError(f"{run_dir} {what}: it has no log directory; give the directory of a running run")
-    found = processes_of(run_dir)
+    found = processes_of(run)
     pid = found.get((kind, number))
     if pid is None:
         here = ", ".join(str(other) for other_kind, other in sorted(found) if other_kind == kind)
@@ -46,21 +47,21 @@ def kill(run_dir: Path, kind: str, number: int, name: str) -> str:
     return f"{kind} {number} of {run_dir} (process {pid}): SIG{name}"
 
 
-def processes_of(run_dir: Path) -> dict[tuple[str, int], int]:
+def processes_of(run: RunDir) -> dict[tuple[str, int], int]:
     """Return {("rank", 1): pid, ("node", 0): pid, ...}: the local processes that write a run's logs."""
-    folder = os.path.realpath(run_dir / "log")
+    folder = os.path.realpath(run.logs)
     writers: dict[tuple[str, int], set[int]] = {}
     others: set[int] = set()
     for pid in [int(each) for each in os.listdir("/proc") if each.isdigit()]:
         for path in _written_by(pid):
             place, name = os.path.split(path)
-            if (match := LOG.fullmatch(name)) is None:
+            if (match := layout.PROCESS_LOG.fullmatch(name)) is None:
                 continue
             # realpath() of this run's log directory, and the kernel's own path of the open file: links do not
             # count.
             if place == folder:
                 writers.setdefault((match[1], int(match[2])), set()).add(pid)
-            elif os.path.basename(place) == "log":
+            elif os.path.basename(place) == layout.LOG:
                 others.add(pid)
     agents = {pid for (kind, _), pids in writers.items() if kind == "node" for pid in pids}
     own = {who: {pid for pid in pids if _is_own(pid, agents, others)} for who, pids in writers.items()}

@@ -8,13 +8,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tandem.checkpoint.decision import ResumeDecision
-from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Settings, TaskJob
 from tandem.config.slices import LaunchConfig
 from tandem.distributed.group import Position
 from tandem.launch.lone_stop import LoneStop
 from tandem.launch.rendezvous import wait_for_master
-from tandem.launch.run_dir import decide, open_run_folder, owned, prepare_run_dir
+from tandem.launch.run_dir import decide, prepare_run_dir
 from tandem.launch.scratch import scratch
 from tandem.launch.tracker import TrackerProcess
 from tandem.launch.variables import use_loopback
@@ -22,6 +21,7 @@ from tandem.launch.view import NodeView
 from tandem.log import reporting
 from tandem.platforms.placement import Placement
 from tandem.report.access import load_access
+from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
 from tandem.timeouts import AT_ONCE_SECONDS
 
@@ -30,14 +30,18 @@ Decide = Callable[[], ResumeDecision]
 
 
 def run_lone_rank(
-    settings: Settings, placement: Placement, rank_function: Callable[..., int], chosen: frozenset[str]
+    run: RunDir,
+    settings: Settings,
+    placement: Placement,
+    rank_function: Callable[..., int],
+    chosen: frozenset[str],
 ) -> int:
     """Train as the rank that the environment sets, and return its exit code.
 
     Rank 0 also hosts the page and the metrics. `chosen` has the names of the settings that were set
     explicitly.
     """
-    with contextlib.closing(LoneRank(settings, placement, lambda: decide(settings))) as rank:
+    with contextlib.closing(LoneRank(run, settings, placement, lambda: decide(run, settings))) as rank:
         code = rank_function(TaskJob(settings.to_dict(), chosen), rank.position, hear=rank.hear)
         rank.ended(code, f"the rank ended with code {code}")
         return code
@@ -52,16 +56,17 @@ class LoneRank:
 
     def __init__(
         self,
+        run: RunDir,
         settings: Settings,
         placement: Placement,
         decision: Decide | None = None,
     ) -> None:
-        self._settings = settings
+        self._run, self._settings = run, settings
         self._view: NodeView | None = None
         self._stop, self._stopping = StopFlag(), list[LoneStop]()
         if placement.is_one_host:
             use_loopback()
-        open_run_folder(settings)
+        run.make_private()
         met = placement if placement.platform == "torchrun" else placement.by_loopback()
         self.position = position_of(met, settings.launch)
         with contextlib.ExitStack() as opened:
@@ -79,17 +84,17 @@ class LoneRank:
         placement: Placement,
         decision: Decide | None,
     ) -> None:
-        settings = self._settings
-        self._claim = opened.enter_context(owned(settings, placement))
+        run, settings = self._run, self._settings
+        self._claim = opened.enter_context(run.lease(placement))
         resume = decision() if decision is not None else None
-        run_dir, access = local_folder(settings.run.place), load_access(settings.metrics)
-        self._copies = prepare_run_dir(settings, self._claim, resume)
+        access = load_access(settings.metrics)
+        prepare_run_dir(run, settings, self._claim, resume)
         folder = opened.enter_context(scratch())
-        self._view = NodeView(settings, placement, None, folder, run_dir, access)
+        self._view = NodeView(run, settings, placement, None, folder, access)
         opened.callback(self._view.close)
         if resume is None or resume.kind != "complete":  # counts as a start of the run, as under an agent
             self._view.generation_started(1, self.position)
-        self._tracker = opened.enter_context(TrackerProcess(settings, run_dir))
+        self._tracker = opened.enter_context(TrackerProcess(settings, run.folder))
         self.position = replace(
             self.position,
             sample_socket=str(self._view.socket_path),
@@ -108,13 +113,13 @@ class LoneRank:
                 with reporting("tell the tracker"):
                     self._tracker.ended(code, lambda: self._stop.interrupts > 1)
                 with reporting("copy the run's files"):
-                    self._copies.push()
+                    self._run.push()
             self._view.linger(self._stop)
 
     def hear(self, stop: StopFlag) -> None:
         """Report a stop from now on, and end this process at a second Ctrl-C (main thread only)."""
         self._stop = stop
-        self._stopping.append(LoneStop(stop, self._settings, self.position, self._leave_at_once))
+        self._stopping.append(LoneStop(stop, self._run, self.position, self._leave_at_once))
 
     def _leave_at_once(self, code: int, reason: str) -> None:
         """End this process, whatever its main thread is doing, without leaving files or processes behind."""

@@ -8,12 +8,10 @@ import time
 from collections.abc import Callable
 
 from tandem.checkpoint.listing import newest_step
-from tandem.checkpoint.storage.copies import local_folder
-from tandem.config import Settings
 from tandem.distributed.group import Position
 from tandem.errors import INTERRUPTED_TWICE, KILLED, STOPPED
+from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
-from tandem.telemetry.journal import read_events
 from tandem.timeouts import MONITOR_SECONDS, START_STOP_SECONDS
 from tandem.words import lasting, shown
 
@@ -30,12 +28,10 @@ class LoneStop:
     """
 
     def __init__(
-        self, stop: StopFlag, settings: Settings, position: Position, leave: Callable[[int, str], None]
+        self, stop: StopFlag, run: RunDir, position: Position, leave: Callable[[int, str], None]
     ) -> None:
         self._stop, self._position, self._leave = stop, position, leave
-        self._checkpoints = settings.run.place / "checkpoints"
-        self._run_dir = local_folder(settings.run.place)
-        self._place = shown(settings.run.place)
+        self._run = run
         self.is_over = False
         """Whether the run has ended and only its result remains to be shown."""
         stop.is_torchruns = position.platform == "torchrun"
@@ -53,20 +49,18 @@ class LoneStop:
         if self._position.rank == 0:
             text = "%s: finishing the current step, then saving to %s/checkpoints (%s); %s"
             again = "press Ctrl-C again to exit now"
-            log.info(text, self._stop.name, self._place, self._how_long(), again)
+            log.info(text, self._stop.name, shown(self._run.where), self._how_long(), again)
 
     def _how_long(self) -> str:
         """Return what is known in advance about the duration of the save."""
-        took = [
-            event.get("seconds") for event in read_events(self._run_dir) if event.get("kind") == "checkpoint"
-        ]
+        took = [event.get("seconds") for event in self._run.events() if event.get("kind") == "checkpoint"]
         said = f"the last save took {lasting(float(took[-1]))}" if took and took[-1] is not None else ""
         limit = "torchrun allows 30 s" if self._position.platform == "torchrun" else ""
         return ", ".join(filter(None, [said, limit])) or "one step and one save"
 
     def _end_before_a_step(self) -> None:
         says = f"{self._stop.name} came before the first step; nothing to save"
-        saved = self._position.resume.kind == "resume" or newest_step(self._checkpoints) is not None
+        saved = self._position.resume.kind == "resume" or newest_step(self._run.checkpoints) is not None
         if saved:
             says = f"{says}; run the same command again to resume from the newest checkpoint"
         if self._position.rank == 0:
@@ -74,7 +68,7 @@ class LoneStop:
         self._leave(STOPPED if saved else KILLED, says)
 
     def _second(self) -> None:
-        newest = newest_step(self._checkpoints)
+        newest = newest_step(self._run.checkpoints)
         kept = "there is no checkpoint" if newest is None else f"the newest checkpoint is step {newest:,}"
         if self._position.rank == 0:
             log.warning("second Ctrl-C: exiting now; %s", kept)

@@ -11,20 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tandem.checkpoint.claim import Claim
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.checkpoint.memory import NodeMemory
-from tandem.checkpoint.storage.copies import Copies, local_folder
 from tandem.config import Settings, TaskJob
 from tandem.config.slices import ONE_PROCESS
 from tandem.errors import FINISHED, MISCONFIGURED, STOPPED, ConfigError, CrashLoopError, TandemError
 from tandem.launch.fork_server import start_fork_server
 from tandem.launch.misplaced import hint
 from tandem.launch.program import job_of
-from tandem.launch.run_dir import decide, owned, prepare_run_dir, run_folder
+from tandem.launch.run_dir import decide, prepare_run_dir
 from tandem.launch.scratch import scratch
 from tandem.launch.secret import take_key
-from tandem.launch.starts import Starts
 from tandem.launch.termination import leave_word
 from tandem.launch.tracker import TrackerProcess
 from tandem.launch.variables import set_for_ranks
@@ -34,6 +31,9 @@ from tandem.platforms.placement import Placement
 from tandem.process import name_process
 from tandem.report.access import Access, load_access
 from tandem.rotation import tail
+from tandem.run.crash_loop import CrashLoop
+from tandem.run.directory import RunDir
+from tandem.run.lease import Claim
 from tandem.script.job import Program
 from tandem.signals import StopFlag, stop_together
 from tandem.silence import still
@@ -71,31 +71,37 @@ def task_work(rank_function: str, settings: Settings, chosen: Collection[str]) -
     return Work(rank_function, f"{module}:warm_up", job, ["tandem.launch.warm", module])
 
 
-def script_work(program: Program, settings: Settings, chosen: Collection[str]) -> Work:
+def script_work(program: Program, run: RunDir, settings: Settings, chosen: Collection[str]) -> Work:
     """Return the work of running a user script; `chosen` as for `task_work`.
 
     For a new interpreter the fork server imports only what starts it, because exec drops the modules.
     """
-    job, module = job_of(program, settings, chosen), "tandem.script.rank"
+    job, module = job_of(program, run, settings, chosen), "tandem.script.rank"
     cold = job.cold or program.kind == "command"
     preload = [module] if cold else ["tandem.launch.warm", module]
     return Work(f"{module}:run_rank", f"{module}:warm_up", job, preload, is_script=True)
 
 
 def run_this_node(
-    settings: Settings, placement: Placement, work: Work, state_dir: Path | None, stop: StopFlag
+    run: RunDir,
+    settings: Settings,
+    placement: Placement,
+    work: Work,
+    state_dir: Path | None,
+    stop: StopFlag,
 ) -> int:
     """Do everything that one node does in a run, and return its exit code (see `errors`)."""
     name_process(f"tandem-node-{placement.node_rank}")
     key = take_key(os.environ)  # the variable goes; ranks must not see the secret
     set_for_ranks(placement.is_one_host, work.is_script)
     # Sets the umask, which ranks inherit.
-    with run_folder(settings, not placement.node_rank), scratch() as folder:
-        return _run_in(folder, settings, placement, work, state_dir, stop, key)
+    with run.made(not placement.node_rank), scratch() as folder:
+        return _run_in(folder, run, settings, placement, work, state_dir, stop, key)
 
 
 def _run_in(
     folder: Path,
+    run: RunDir,
     settings: Settings,
     placement: Placement,
     work: Work,
@@ -116,11 +122,11 @@ def _run_in(
             try:
                 # Node 0 takes the lease on the run directory before it reads anything there: another launch
                 # may be writing.
-                mine = Claim(settings.run.place)
+                mine = Claim(run.where)
                 if placement.node_rank == 0:
-                    mine = opened.enter_context(owned(settings, placement, lambda: bool(stop)))
+                    mine = opened.enter_context(run.lease(placement, lambda: bool(stop)))
                 prepare = _prepare_script if work.is_script else _prepare
-                prepared = prepare(settings, placement, mine)
+                prepared = prepare(run, settings, placement, mine)
             except TandemError as error:
                 log.error("%s", error)
                 leave_word(str(error))
@@ -132,7 +138,7 @@ def _run_in(
                 return FINISHED
             if work.header:
                 print(work.header, file=sys.stderr)
-        return _run_agent(folder, settings, place, work, state_dir, stop, prepared)
+        return _run_agent(folder, run, settings, place, work, state_dir, stop, prepared)
 
 
 def _saying_that_it_starts(settings: Settings, state_dir: Path | None) -> AbstractContextManager[object]:
@@ -146,17 +152,16 @@ class _Prepared(NamedTuple):
     claim: Claim
     decision: ResumeDecision = ResumeDecision("fresh")
     access: Access | None = None
-    copies: Copies | None = None  # copies what this node writes to the object store
 
 
-def _prepare(settings: Settings, placement: Placement, mine: Claim) -> _Prepared:
+def _prepare(run: RunDir, settings: Settings, placement: Placement, mine: Claim) -> _Prepared:
     """Check what can be wrong before any rank starts; on node 0, also decide where the run resumes.
 
     Raises TandemError.
     """
     from tandem.tasks.base import load_task
 
-    run, data = settings.run, settings.data
+    asked, data = settings.run, settings.data
     prepared = _Prepared(mine)
     if placement.elastic is not None and data.batch_shares is not None:
         raise ConfigError(
@@ -166,38 +171,39 @@ def _prepare(settings: Settings, placement: Placement, mine: Claim) -> _Prepared
     if placement.node_rank == 0:
         access = load_access(settings.metrics)
         with still("reading the checkpoints"):
-            decision = decide(settings)
+            decision = decide(run, settings)
         if decision.kind == "complete":
             return _Prepared(mine, decision)
         prepared = _Prepared(mine, decision, access)
-    with still(f"importing the task {run.task}"):
-        load_task(run.task, run.task_fields, data.data_dir, data.download)
+    with still(f"importing the task {asked.task}"):
+        load_task(asked.task, asked.task_fields, data.data_dir, data.download)
     if placement.node_rank == 0:  # last, so that an error until here leaves no directory behind
-        prepared = prepared._replace(copies=prepare_run_dir(settings, mine, prepared.decision))
-    _log_of_first_node(settings, placement)
+        prepare_run_dir(run, settings, mine, prepared.decision)
+    _log_of_first_node(run, settings, placement)
     return prepared
 
 
-def _prepare_script(settings: Settings, placement: Placement, mine: Claim) -> _Prepared:
+def _prepare_script(run: RunDir, settings: Settings, placement: Placement, mine: Claim) -> _Prepared:
     """Do the same for a script, which decides by itself where it resumes. Raises TandemError."""
     if placement.node_rank != 0:
         return _Prepared(mine)
     if settings.launch.warm_gpu:
         log.warning("--warm-gpu has no effect on a script: scripts open their GPU themselves")
     access = load_access(settings.metrics)
-    prepared = _Prepared(mine, access=access, copies=prepare_run_dir(settings, mine, None))
-    _log_of_first_node(settings, placement)
+    prepared = _Prepared(mine, access=access)
+    prepare_run_dir(run, settings, mine, None)
+    _log_of_first_node(run, settings, placement)
     return prepared
 
 
-def _log_of_first_node(settings: Settings, placement: Placement) -> None:
+def _log_of_first_node(run: RunDir, settings: Settings, placement: Placement) -> None:
     if placement.node_rank == 0:
-        log_file = local_folder(settings.run.place) / "log" / "node-0.log"
-        setup(log_file, None, 0, True, settings.telemetry.log_format == "json")
+        setup(run.node_log(0), None, 0, True, settings.telemetry.log_format == "json")
 
 
 def _run_agent(
     folder: Path,
+    run: RunDir,
     settings: Settings,
     place: "MeetingPlace",
     work: Work,
@@ -213,23 +219,23 @@ def _run_agent(
         from tandem.launch.script_agent import ScriptAgent
         from tandem.launch.view import NodeView
 
-    placement, run_dir = place.placement, local_folder(settings.run.place)
+    placement = place.placement
     nproc = placement.nproc or _ranks_for_gpus(settings)
     memories = [NodeMemory() for _ in range(2 * nproc)]  # two per rank, see `Position.memories`
     bound_to = place_of if work.is_script else gpu_of if settings.launch.warm_gpu else nothing_of
     workers = Workers(work.rank_function, work.job, memories, work.warm_up, bound_to)
     stop_together(workers.signal_all)
-    view = NodeView(settings, placement, state_dir, folder, run_dir, prepared.access, stop)
+    view = NodeView(run, settings, placement, state_dir, folder, prepared.access, stop)
     with contextlib.closing(view), contextlib.ExitStack() as opened:
         tracker = (
-            opened.enter_context(TrackerProcess(settings, run_dir)) if placement.node_rank == 0 else None
+            opened.enter_context(TrackerProcess(settings, run.folder)) if placement.node_rank == 0 else None
         )
         log.info("%s", place.asked)
-        mine = prepared.claim
-        node = Node(placement, nproc, settings.launch, workers, view, stop, prepared.decision, mine, place)
+        config, decision, mine = settings.launch, prepared.decision, prepared.claim
+        node = Node(run, placement, nproc, config, workers, view, stop, decision, mine, place)
         agent: type[NodeAgent] = ScriptAgent if work.is_script else NodeAgent
         if placement.node_rank == 0:
-            report = _run_counted(node, agent, Starts(settings.run.place, mine.look))
+            report = _run_counted(node, agent, run.crash_loop(mine.look))
         else:
             report = run_agent(node, agent)
         # After a takeover, the run directory belongs to another launch: write nothing more there.
@@ -240,8 +246,8 @@ def _run_agent(
                 if tracker is not None:
                     tracker.ended(report.code, lambda: stop.interrupts > 1)
             with reporting("copy the run's files"):
-                if prepared.copies is not None:
-                    prepared.copies.push()
+                if placement.node_rank == 0:
+                    run.push()
         if report.code not in (FINISHED, STOPPED):
             said_already = (  # by rank 0, whose log is on this terminal
                 report.code in (1, 2)
@@ -253,30 +259,30 @@ def _run_agent(
             log.log(level, "ended with code %d: %s", report.code, report.reason)
             leave_word(f"ended with code {report.code}: {report.reason}")
             if report.code == MISCONFIGURED and work.is_script and placement.node_rank == 0:
-                _show_hint(work.job.program, run_dir)
+                _show_hint(work.job.program, run.rank_log(0))
         elif work.is_script and placement.node_rank == 0 and view.plan is None:
-            _show_end(settings, report.code, view.restarts)
+            _show_end(run, settings, report.code, view.restarts)
         view.linger(stop)
         return report.code
 
 
-def _show_hint(program: Program, run_dir: Path) -> None:
+def _show_hint(program: Program, log: Path) -> None:
     """Print what to type if the script has rejected a flag of tandem that follows it."""
     with contextlib.suppress(OSError):
-        said = tail(run_dir / "log" / "rank-0.log", 4000)[0].decode(errors="replace").splitlines()
+        said = tail(log, 4000)[0].decode(errors="replace").splitlines()
         if said and (told := hint(program, said[-1])):
             print(f"tandem: {told}", file=sys.stderr)
 
 
-def _show_end(settings: Settings, code: int, restarts: int) -> None:
+def _show_end(run: RunDir, settings: Settings, code: int, restarts: int) -> None:
     """Print the last line of a script; a task or custom loop has printed its own summary."""
     if settings.telemetry.log_format != "json" and not is_quiet():
-        run = shown(settings.run.place)
-        said = f"{settings.run.task} ended with code {code}; restarts: {restarts}; run directory: {run}"
+        place = shown(run.where)
+        said = f"{settings.run.task} ended with code {code}; restarts: {restarts}; run directory: {place}"
         print(said, file=sys.stderr)
 
 
-def _run_counted(node: "Node", agent: "type[NodeAgent]", starts: Starts) -> "AgentReport":
+def _run_counted(node: "Node", agent: "type[NodeAgent]", starts: CrashLoop) -> "AgentReport":
     """Run the agent of node 0, unless earlier starts have saved nothing new for too long."""
     from tandem.launch.agent import AgentReport, run_agent
     from tandem.launch.meeting_place import announce

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.checkpoint.claim import Claim
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.config.slices import LaunchConfig
 from tandem.distributed.group import Position
@@ -11,6 +10,8 @@ from tandem.launch.meeting_place import MeetingPlace
 from tandem.launch.view import NodeView
 from tandem.launch.workers import Workers
 from tandem.platforms.placement import Placement
+from tandem.run.directory import RunDir
+from tandem.run.lease import Claim
 from tandem.signals import StopFlag
 
 
@@ -21,6 +22,7 @@ class Node:
     `claim` is the lease on the run directory; only node 0's has a token.
     """
 
+    run: RunDir
     placement: Placement
     nproc: int
     config: LaunchConfig

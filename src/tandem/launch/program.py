@@ -10,6 +10,7 @@ from pathlib import Path
 from tandem.config import SETTINGS, Given, Settings
 from tandem.config.fields import words_in
 from tandem.errors import ConfigError
+from tandem.run.directory import RunDir
 from tandem.script.job import Job, Program, problem_of_script
 from tandem.tasks.names import BUILT_IN
 
@@ -146,12 +147,12 @@ def _is_task(found: ast.ClassDef) -> bool:
     return {"build_model", "loss"} <= {each.name for each in found.body if isinstance(each, ast.FunctionDef)}
 
 
-def job_of(program: Program, settings: Settings, chosen: Collection[str]) -> Job:
+def job_of(program: Program, run: RunDir, settings: Settings, chosen: Collection[str]) -> Job:
     """Return what the ranks of this node need to run the program; `chosen` as for `variables_of`."""
     hang = settings.reliability.hang_timeout
     return Job(
         program=program,
-        run_dir=str(settings.run.run_dir),
+        logs=str(run.logs),
         variables=variables_of(settings, chosen),
         max_restarts=settings.launch.max_restarts,
         hang_timeout=None if hang == "auto" else float(hang),

@@ -51,7 +51,7 @@ class Repeats:
             self._show(mine + self._of_others(prefix, first.nodes))
 
     def _cause(self, position: Position, code: int) -> Cause:
-        path = self._node.view.run_dir / "log" / f"rank-{position.rank}.log"
+        path = self._node.run.rank_log(position.rank)
         lines = tuple(line for line in last_words(error_file(position), path) if "frame #" not in line)
         return Cause(position.rank, position.node_rank, position.node_name, code, lines)
 

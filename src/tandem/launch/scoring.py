@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
+from tandem import layout
 from tandem.checkpoint.decision import say_damaged
 from tandem.checkpoint.locate import locate
 from tandem.checkpoint.manifest import check_fits
@@ -125,7 +126,7 @@ def settings_of(
             f"this run came from a script ({printable(settings.run.task)}), which has no evaluation and no "
             "task that builds its model: use `tandem export RUN` for its weights"
         )
-    run_dir = directory.parent if directory.name.startswith("checkpoints") else directory
+    run_dir = directory.parent if directory.name.startswith(layout.CHECKPOINTS) else directory
     return settings, named_by(settings.run.task, f"the checkpoint in {printable(str(directory))}", run_dir)
 
 

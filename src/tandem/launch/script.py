@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
+from tandem import layout
 from tandem.config import Parser, resolve
 from tandem.data.loader import end_loaders
 from tandem.distributed import position as positions
@@ -28,9 +29,10 @@ from tandem.distributed.peers import is_peer_loss
 from tandem.errors import FAILED, FINISHED, GPU_FAILED, PEER_LOST, ConfigError, TandemError
 from tandem.json_output import drain, wrap_stderr
 from tandem.launch.lone_rank import LoneRank
-from tandem.launch.run_dir import of_this_job, resolve_run_dir
+from tandem.launch.run_dir import of_this_job
 from tandem.log import setup
 from tandem.platforms.placement import Placement, detect, of_this_process
+from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
 from tandem.tasks.traces import full_trace, script_trace
 from tandem.timeouts import BLAME_SECONDS
@@ -69,9 +71,9 @@ class ScriptRank:
         if loaded.settings.telemetry.log_format == "json":
             wrap_stderr(placement.node_rank)
         with said_by_rank_0(placement):
-            resolved = resolve_run_dir(named, placement, time.time())
-        self.settings = of_this_job(resolved, placement)
-        lone = LoneRank(self.settings, placement)
+            run = RunDir.open(named, placement, time.time())
+        self.settings = of_this_job(run, run.recorded(named), placement)
+        lone = LoneRank(run, self.settings, placement)
         self.position = lone.position
         self._ending = Ending(lone, self.position.world_size)
 
@@ -140,7 +142,7 @@ class Ending:
         if not isinstance(error, Exception):
             self._show(kind, error, trace)
             return
-        where = f"log/rank-{self._lone.position.rank}.log"
+        where = f"{layout.LOG}/{layout.rank_log(self._lone.position.rank)}"
         log.info("the full traceback is in %s", where, extra={"detail": full_trace(error)})
         print(script_trace(error), file=sys.stderr)
 

@@ -168,7 +168,7 @@ class ScriptAgent(NodeAgent):
 
     def _cause_of(self, local_rank: int, code: int) -> Cause:
         position = self._positions[local_rank]
-        log = self._node.view.run_dir / "log" / f"rank-{position.rank}.log"
+        log = self._node.run.rank_log(position.rank)
         words = last_words(error_file(position), log)
         # A rank that could not save before it stopped exits with 137, but has not been killed.
         if was_killed(code) and not (words and is_of_tandem(words[-1])):

@@ -1,18 +1,17 @@
 """Reject a batch that the ranks cannot share evenly before anything starts, if their number is known."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
-from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
 from tandem.config.slices import ONE_PROCESS
 from tandem.data.shares import check_even
 from tandem.errors import CheckpointError
 from tandem.launch.gpus import gpus_of
 from tandem.platforms.placement import Placement
+from tandem.run.directory import RunDir
 
 
-def refuse_uneven(settings: Settings, placement: Placement, environ: Mapping[str, str]) -> None:
+def refuse_uneven(run: RunDir, settings: Settings, placement: Placement, environ: Mapping[str, str]) -> None:
     """Raise ConfigError if the ranks would later; leave what is uncertain to them.
 
     Only node 0 checks. A run that resumes from a checkpoint may share its batch unevenly, and the other nodes
@@ -21,7 +20,7 @@ def refuse_uneven(settings: Settings, placement: Placement, environ: Mapping[str
     ranks = _ranks(settings, placement, environ)
     if ranks is None or placement.node_rank != 0 or settings.data.batch_shares is not None:
         return
-    if _begins_afresh(settings):
+    if _begins_afresh(run, settings):
         check_even(settings.data.batch_size, ranks)
 
 
@@ -39,19 +38,15 @@ def _ranks(settings: Settings, placement: Placement, environ: Mapping[str, str])
     return None if nproc is None else placement.nodes * nproc
 
 
-def _begins_afresh(settings: Settings) -> bool:
+def _begins_afresh(run: RunDir, settings: Settings) -> bool:
     """Return whether the run certainly starts fresh.
 
     No checkpoint is read, and no object store is queried.
     """
-    run_dir, resume = settings.run.place, settings.checkpoint.resume
+    resume = settings.checkpoint.resume
     if resume == "never":
         return True
     try:
-        return (
-            resume == "auto"
-            and isinstance(run_dir, Path)
-            and not CheckpointStore(run_dir / "checkpoints").steps()
-        )
+        return resume == "auto" and run.is_here and not run.checkpoints.steps()
     except CheckpointError:
         return False

@@ -15,7 +15,6 @@ from contextlib import suppress
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Settings
 from tandem.config.slices import LaunchConfig
 from tandem.errors import INTERRUPTED_TWICE, KILLED, MISCONFIGURED, PEER_LOST, StoppedError, was_killed
@@ -31,7 +30,6 @@ from tandem.launch.fork_server import (
 )
 from tandem.launch.gpus import gpus_of, shared_out
 from tandem.launch.restarts import job_code, shell_code
-from tandem.launch.run_dir import forget_mistake, open_log_folder, run_folder
 from tandem.launch.scratch import scratch
 from tandem.launch.variables import set_for_ranks
 from tandem.launch.workers import resolve
@@ -39,6 +37,7 @@ from tandem.log import redirect_output
 from tandem.platforms.by_hand import unplaced
 from tandem.platforms.placement import Placement
 from tandem.process import Process, below, end_with_parent, stat_of
+from tandem.run.directory import RunDir
 from tandem.script.job import Program
 from tandem.signals import StopFlag, default_handlers, handed_on
 from tandem.silence import still
@@ -52,6 +51,7 @@ ENDING_SECONDS = LEAVE_SECONDS + TRACKER_END_SECONDS  # from the end of its rank
 
 
 def simulate(
+    run: RunDir,
     settings: Settings,
     placement: Placement,
     argv: Sequence[str],
@@ -66,21 +66,20 @@ def simulate(
     RUN_DIR/log/node-N.log. A node killed by a signal is restarted, as a cluster's platform would do, up to
     --max-restarts times.
     """
-    run_dir = local_folder(settings.run.place)
     shares = shared_out(gpus_of(environ), placement.nodes, placement.nproc, settings.compute)
     nodes = [
         SimulatedNode(
             [*argv, "--nodes", str(placement.nodes), "--node-rank", str(index)]
             + ["--master", f"{placement.master_host}:{placement.master_port}"]
-            + ["--run-dir", str(settings.run.place)],
-            None if index == 0 else run_dir / "log" / f"node-{index}.log",
+            + ["--run-dir", str(run.where)],
+            None if index == 0 else run.node_log(index),
             shares[index],
             program.words() if program is not None else (),
         )
         for index in range(placement.nodes)
     ]
-    with run_folder(settings), scratch() as folder:
-        has_new_logs = open_log_folder(run_dir)
+    with run.made(), scratch() as folder:
+        has_new_logs = run.make_logs()
         set_for_ranks(placement.is_one_host, program is not None)
         try:
             with stop.ending():
@@ -97,7 +96,7 @@ def simulate(
         if was_killed(code) and nodes[0].code() == PEER_LOST:
             code = PEER_LOST  # a node was lost for good, as node 0's summary says
         if code == MISCONFIGURED and has_new_logs:
-            forget_mistake(run_dir)
+            run.forget_mistake()
         return code if stop.interrupts < 2 else INTERRUPTED_TWICE
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from tandem import running
+from tandem import layout, running
 from tandem.checkpoint.listing import newest_step
 from tandem.config import Settings
 from tandem.config.secrets import secrets_in
@@ -21,6 +21,7 @@ from tandem.report.about import About
 from tandem.report.access import Access
 from tandem.report.history import History
 from tandem.report.server import MetricsServer
+from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
 from tandem.silence import still
 from tandem.telemetry import health, life, metrics, restarts
@@ -28,7 +29,7 @@ from tandem.telemetry.channel import Receiver
 from tandem.telemetry.families import Sample
 from tandem.telemetry.gpu import Gpus
 from tandem.telemetry.hangs import Alarm
-from tandem.telemetry.journal import Journal, read_events, write_json_atomic
+from tandem.telemetry.journal import Journal
 from tandem.telemetry.messages import Event, Heartbeat, Message, RunStarted, Samples, StepsDone
 from tandem.telemetry.metrics import FINAL_STATES
 from tandem.telemetry.registry import Registry
@@ -43,16 +44,15 @@ class NodeView:
 
     def __init__(
         self,
+        run: RunDir,
         settings: Settings,
         placement: Placement,
         state_dir: Path | None,
         scratch: Path,
-        run_dir: Path,
         access: Access | None = None,
         stop: StopFlag | None = None,
     ) -> None:
-        self._settings, self._placement, self.run_dir = settings, placement, run_dir
-        self.checkpoints = (settings.run.run_dir or run_dir) / "checkpoints"
+        self._run, self._settings, self._placement = run, settings, placement
         self._began = time.monotonic()
         self._beats: dict[int, Heartbeat] = {}
         self._pids: Mapping[int, int] = {}
@@ -78,9 +78,9 @@ class NodeView:
         self._journal: Journal | None = None
         self._history: History | None = None
         self._server: MetricsServer | None = None
-        self._about = About(run_dir, [*secrets_in(os.environ), (access.token if access else None) or ""])
+        self._about = About(run.folder, [*secrets_in(os.environ), (access.token if access else None) or ""])
         if placement.node_rank == 0:
-            self._open_on_first_node(settings, run_dir, access)
+            self._open_on_first_node(settings, access)
         life.count_log_messages(self.receive)
         self._receiver = Receiver(self.socket_path, self.receive, self.metrics.count_error)
         self._thread = threading.Thread(target=self._tick, name="tandem-node", daemon=True)
@@ -91,11 +91,11 @@ class NodeView:
         if placement.node_rank == 0:
             self._health_thread.start()
 
-    def _open_on_first_node(self, settings: Settings, run_dir: Path, access: Access | None) -> None:
+    def _open_on_first_node(self, settings: Settings, access: Access | None) -> None:
         """Open the journal, the history and the server, on node 0."""
-        self._journal, self._history = Journal(run_dir), History(run_dir, self.checkpoints)
+        self._journal, self._history = self._run.journal, History(self._run)
         self._replays = life.Replays(self._history.last_step)
-        self._restarts = Restarts(read_events(run_dir))
+        self._restarts = Restarts(self._run.events())
         host, port = settings.metrics.host_and_port
         shown = self.status, self._history.curves, access, self._about.read, self._log
         server = self._server = MetricsServer(self.metrics, host, port, *shown)
@@ -110,7 +110,7 @@ class NodeView:
     def _info(self) -> Sample:
         """Return the run's name, for alerts about runs that end early; rank 0 sets the other labels."""
         return metrics.RUN_INFO.says(
-            run=self.run_dir.name,
+            run=self._run.folder.name,
             task=self._settings.run.task,
             platform=self._placement.platform,
             backend="",
@@ -167,7 +167,7 @@ class NodeView:
         if self._journal is None:
             self._state = state
             return
-        summary = self.run_dir / "summary.json"
+        summary = self._run.folder / layout.SUMMARY
         ending = {FINISHED: "finished", STOPPED: "stopped"}.get(code, "failed")
         self._ending = {"state": ending, "exit_code": code, "reason": reason}
         if ending == "failed" or not summary.exists():
@@ -177,10 +177,10 @@ class NodeView:
                 log.info("kept %s of the previous launch, because this launch was refused", summary)
             else:
                 with reporting("write summary.json"):
-                    write_json_atomic(summary, self._summary(ending, code, reason))
+                    self._run.write_summary(self._summary(ending, code, reason))
         self._enter(state)
         with reporting("write metrics.prom"):
-            self.metrics.write_last_page(self.run_dir / "metrics.prom")
+            self.metrics.write_last_page(self._run.folder / layout.METRICS_PAGE)
 
     def linger(self, stop: StopFlag) -> None:
         """Wait until Prometheus has seen the final state, if it has ever scraped this run.
@@ -222,7 +222,7 @@ class NodeView:
             "ending": self._about.hidden(self._ending),
             "healthy": healthy,
             "health": says,
-            "run": self.run_dir.name,
+            "run": self._run.folder.name,
             "task": self._settings.run.task,
             "platform": self._placement.platform,
             "nodes": self._nodes,
@@ -299,7 +299,7 @@ class NodeView:
             self._about.write(gpus.names())
         while True:
             if self._journal is not None:
-                self.metrics.apply(life.volume_sizes(self.run_dir))
+                self.metrics.apply(life.volume_sizes(self._run.folder))
             self.metrics.apply(gpus.sample())
             if self._closing.wait(seconds):
                 return
@@ -308,7 +308,7 @@ class NodeView:
         """Write to the run directory, for `tandem health RUN_DIR`, in a thread: the volume may hang."""
         while True:
             with suppress(OSError):  # the journal and the saves say what is wrong with the volume
-                health.write_run_health(self.run_dir, self._health())
+                health.write_run_health(self._run.folder, self._health())
             if self._closing.wait(RUN_HEALTH_SECONDS):
                 return
 
@@ -341,7 +341,7 @@ class NodeView:
             self._health_file.write(self._health())
 
     def _summary(self, state: str, code: int, reason: str) -> dict[str, object]:
-        step = (code == STOPPED and newest_step(self.checkpoints)) or self.rank_zeros_step()
+        step = (code == STOPPED and newest_step(self._run.checkpoints)) or self.rank_zeros_step()
         return {
             "state": state,
             "exit_code": code,
@@ -362,5 +362,5 @@ class NodeView:
             "restarts": self._restarts.total,
             "planned_stops": self._restarts.planned_stops,
             "resumed_from_step": None,
-            "last_checkpoint_step": newest_step(self.checkpoints),
+            "last_checkpoint_step": newest_step(self._run.checkpoints),
         }

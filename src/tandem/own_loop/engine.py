@@ -5,15 +5,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from tandem.checkpoint.decision import ResumeDecision
-from tandem.checkpoint.owner import fence
-from tandem.checkpoint.storage.copies import local_folder
-from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
 from tandem.data.fingerprint import data_facts
 from tandem.data.kinds import training_data
@@ -32,6 +29,7 @@ from tandem.own_loop.batches import Batches
 from tandem.own_loop.kept import KeptState, unwrapped
 from tandem.own_loop.limits import check_batch_size, check_settings, hints_as_arguments
 from tandem.own_loop.parts import Parts
+from tandem.run.directory import RunDir
 from tandem.signals import StopFlag, ended_by_stop_signals
 from tandem.telemetry.channel import sender
 from tandem.telemetry.life import count_log_messages
@@ -60,10 +58,10 @@ class Engine:
         self._began = time.monotonic()
         self.settings, self._chosen, position = here.settings, here.chosen, here.position
         check_settings(self.settings)
-        self._run_dir, self._hear = local_folder(self.settings.run.place), here.hear
+        self._run, self._hear = RunDir.of(self.settings, position.owner), here.hear
         if not here.is_launched:
-            set_up_log(self.settings.telemetry.log_format, position, self._run_dir)
-            keep_stacks(self._run_dir / "log", position.rank)
+            set_up_log(self.settings.telemetry.log_format, position, self._run)
+            keep_stacks(self._run.logs, position.rank)
         self._send = sender(position.sample_socket)
         if position.store is not None:
             count_log_messages(self._send)
@@ -72,7 +70,7 @@ class Engine:
         # There is nothing to save yet, and without an agent no other process could end the wait.
         with nullcontext() if position.store is not None else ended_by_stop_signals():
             self.clock, self.world, self._threads = open_world(
-                compute, reliability, common, position, self._send, self._run_dir / "log"
+                compute, reliability, common, position, self._send, self._run.logs
             )
         self._strategy = strategies.load(compute.strategy, self.world, self.settings.exchange)
         policy = self.settings.optimization.on_nonfinite
@@ -109,7 +107,7 @@ class Engine:
             config, download = self.settings.checkpoint, self.settings.data.download
             self.beginning = begin(
                 self.world,
-                self._store,
+                self._run.checkpoints,
                 config,
                 position,
                 recorder,
@@ -232,7 +230,7 @@ class Engine:
             fingerprint=given.fingerprint_fields(),
             config_hash=settings.digest(),
             world=world,
-            run_dir=self._run_dir,
+            directory=self._run,
             order=data.order,
             planned=planned,
             threads=self._threads,
@@ -268,7 +266,6 @@ class Engine:
             saver=Saver(
                 settings.checkpoint,
                 facts,
-                self._store,
                 state,
                 recorder,
                 self.beginning.slot,
@@ -279,12 +276,12 @@ class Engine:
         if first >= planned and not self._is_unsaved:
             log.info(
                 "the run in %s already finished at step %d; raise epochs or steps to continue",
-                self._run_dir,
+                self._run.folder,
                 first,
             )
             return course
         if world.is_first:
-            forget_summary(self._run_dir)
+            forget_summary(self._run)
         open_displays(facts, settings.telemetry, timetable.steps_between("save"), recorder, together)
         sync_bytes = self._strategy.sync_bytes(_trained(self.backward.models))
         recorder.costs(Costs(devices=world.size, sync_bytes=sync_bytes))
@@ -321,12 +318,7 @@ class Engine:
         """
         if self.world.position.restart and self.settings.checkpoint.resume == "never":
             return ResumeDecision("fresh")
-        return decide(self.settings.replace(steps=NO_END))
-
-    @cached_property
-    def _store(self) -> CheckpointStore:
-        place = self.settings.run.place
-        return CheckpointStore(place / "checkpoints", fence(place, self.world.position.owner))
+        return decide(self._run, self.settings.replace(steps=NO_END))
 
     def _recorder(self, settings: Settings) -> Recorder:
         world = self.world

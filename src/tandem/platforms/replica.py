@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from tandem import layout
 from tandem.errors import ConfigError, is_own
 from tandem.reading import content, count, moment, parsed
 from tandem.timeouts import RESOLVER_SECONDS, STAY_DOWN_SECONDS
@@ -143,7 +144,7 @@ def note_end(run_dir: Path, container: str, code: int) -> None:
     with contextlib.suppress(OSError):
         if is_own(code):
             run_dir.parent.mkdir(parents=True, exist_ok=True)
-            for folder in (run_dir, run_dir / "log"):
+            for folder in (run_dir, run_dir / layout.LOG):
                 folder.mkdir(mode=0o700, exist_ok=True)
     for folder, name in _notes(run_dir, container):
         with contextlib.suppress(OSError):
@@ -155,5 +156,5 @@ def note_end(run_dir: Path, container: str, code: int) -> None:
 
 def _notes(run_dir: Path, container: str) -> list[tuple[Path, str]]:
     """Return where a record may be: the run's volume, a separate one (compose.yaml), the container."""
-    name = f"ended-{container}.json"
-    return [(run_dir, f"log/{name}"), (NOTES, name), (Path(tempfile.gettempdir()), name)]
+    name = layout.ended(container)
+    return [(run_dir, f"{layout.LOG}/{name}"), (NOTES, name), (Path(tempfile.gettempdir()), name)]

@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path, PurePath
 from typing import Any
 
-from tandem import __version__
+from tandem import __version__, layout
 from tandem.config.secrets import hidden, hide, is_secret
 from tandem.config.settings import SETTINGS
 from tandem.config.sources import PLACES
@@ -26,7 +26,6 @@ from tandem.script.job import FUNCTION
 from tandem.telemetry.journal import write_json_atomic
 from tandem.timeouts import GIT_SECONDS
 
-FILE_NAME = "about.json"
 PACKAGES = ("torch", "torchvision", "numpy")
 LOG_LINES, LOG_BYTES, LINE_CHARACTERS = 200, 64 * 1024, 500
 
@@ -49,12 +48,12 @@ class About:
             "hardware": _hardware(gpus),
         }
         with suppress(OSError):
-            write_json_atomic(self._run_dir / FILE_NAME, about)
+            write_json_atomic(self._run_dir / layout.ABOUT, about)
 
     def read(self, files: RunFiles | None = None) -> dict[str, Any]:
         """Return the record, and the settings as in `settings_of`; `files` is the reader to use."""
         files = RunFiles(self._run_dir) if files is None else files
-        about, config = files.read(FILE_NAME), files.read("config.json")
+        about, config = files.read(layout.ABOUT), files.read(layout.CONFIG)
         folder = PurePath(about.get("folder") or "")
         place = {"run_dir": config["run_dir"]} if config.get("run_dir") else {}
         return {**self.hidden({**about, **place}), "settings": settings_of(config, folder, self._secrets)}
@@ -66,11 +65,11 @@ class About:
         """
         named = re.search(r"\brank (\d{1,6})\b", reason)
         ranks = [named[1], "0"] if named else ["0"]
-        for name in [*(f"rank-{rank}.log" for rank in ranks), "node-0.log"]:
+        for name in [*map(layout.rank_log, ranks), layout.node_log(0)]:
             with suppress(OSError):
-                content, is_cut = tail(self._run_dir / "log" / name, LOG_BYTES)
+                content, is_cut = tail(self._run_dir / layout.LOG / name, LOG_BYTES)
                 lines = self.hide(content.decode(errors="replace")).splitlines()[1 if is_cut else 0 :]
-                return {"file": f"log/{name}", "lines": [_cut(line) for line in lines[-LOG_LINES:]]}
+                return {"file": f"{layout.LOG}/{name}", "lines": [_cut(line) for line in lines[-LOG_LINES:]]}
         return {"file": None, "lines": []}
 
     def hide(self, text: str) -> str:

@@ -8,12 +8,12 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path, PurePath
 from typing import Any
 
-from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import CheckpointError
-from tandem.reading import METRICS, RunFiles
+from tandem.layout import METRICS
+from tandem.reading import RunFiles
+from tandem.run.directory import RunDir
 from tandem.telemetry.messages import Event, Message, Point, Ranks, RunStarted
 from tandem.telemetry.restarts import COUNTED
 from tandem.timeouts import LIST_SECONDS
@@ -27,12 +27,10 @@ MAX_EVENTS = 100
 class History:
     """Collects rank 0's messages and this agent's events; of limited size, thread-safe."""
 
-    def __init__(
-        self, run_dir: Path, checkpoints: PurePath | None = None, files: RunFiles | None = None
-    ) -> None:
-        """`files` is the reader of `run_dir` to use, which also collects problems."""
-        files = RunFiles(run_dir) if files is None else files
-        self._checkpoints_dir = checkpoints or run_dir / "checkpoints"
+    def __init__(self, run: RunDir, files: RunFiles | None = None) -> None:
+        """`files` is the reader of `run` to use, which also collects problems."""
+        files = run.files() if files is None else files
+        self._run = run
         self._lock = threading.Lock()
         self._points: list[dict[str, Any]] = []
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
@@ -45,7 +43,7 @@ class History:
         for record in files.events():
             if record.get("kind") != COUNTED:
                 self._add_event(record)
-        if not isinstance(self._checkpoints_dir, Path):
+        if not run.is_here:
             self._look()
 
     @property
@@ -112,7 +110,7 @@ class History:
         now = time.monotonic()
         if now - self._listed[0] > LIST_SECONDS:
             self._listed = (now, self._listed[1])
-            if isinstance(self._checkpoints_dir, Path):
+            if self._run.is_here:
                 self._look()
             else:
                 threading.Thread(target=self._look, name="tandem-listing", daemon=True).start()
@@ -123,7 +121,7 @@ class History:
             self._listed = (time.monotonic(), list(self._list_checkpoints()))
 
     def _list_checkpoints(self) -> Iterator[dict[str, object]]:
-        store = CheckpointStore(self._checkpoints_dir)
+        store = self._run.checkpoints
         for step in store.steps():
             with suppress(CheckpointError):  # damaged or just pruned
                 manifest = store.manifest(step)

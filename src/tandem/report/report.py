@@ -5,18 +5,17 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import zip_longest
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
+from tandem import layout
 from tandem.checkpoint.locate import LINKED, is_linked
-from tandem.checkpoint.storage.copies import at_hand, local_folder, make_folder
-from tandem.config.address import address
 from tandem.errors import ConfigError, TandemError
 from tandem.log import counted, printable
-from tandem.reading import RunFiles
 from tandem.report.about import About
 from tandem.report.history import History
 from tandem.report.pages import report_page
+from tandem.run.directory import RunDir
 from tandem.telemetry.journal import write_bytes_atomic
 from tandem.telemetry.meter import ACTIVITIES, PHASES
 from tandem.telemetry.metrics import ACTIVITY_SECONDS
@@ -39,8 +38,9 @@ def write_report(run_dirs: Sequence[Path], output: Path, secrets: Sequence[str] 
     problems: list[str] = []
     page = make_report(run_dirs, secrets, problems=problems)
     try:
-        if output.parent == local_folder(run_dirs[0]):  # missing if the run has never been on this machine
-            make_folder(output.parent)
+        run = RunDir(run_dirs[0])
+        if output.parent == run.folder:  # missing if the run has never been on this machine
+            run.make_folder()
         write_bytes_atomic(output, page)
     except OSError as error:
         raise ConfigError(f"cannot write {output}: {error.strerror or error}; give --output FILE") from error
@@ -79,24 +79,26 @@ def make_report(
 def read_run(run_dir: Path, secrets: Sequence[str] = ()) -> dict[str, Any]:
     """Return what report.js reads of one run. Raises ConfigError if `run_dir` is not a run."""
     try:
-        with at_hand(run_dir) as folder:
-            return _read_run(address(run_dir), folder, secrets)
+        run = RunDir(run_dir)
+        with run.at_hand() as copied:
+            return _read_run(run, copied, secrets)
     except OSError as error:
         raise ConfigError(f"{run_dir} cannot be read: {error.strerror or error}") from error
 
 
-def _read_run(run_dir: PurePath, folder: Path, secrets: Sequence[str]) -> dict[str, Any]:
-    files = RunFiles(folder)
-    settings = files.read("config.json")
-    history, linked = History(folder, run_dir / "checkpoints", files), is_linked(run_dir)
+def _read_run(run: RunDir, copied: RunDir, secrets: Sequence[str]) -> dict[str, Any]:
+    """`copied`: the same with its files at hand; logs are not copied."""
+    files = copied.files()
+    settings = files.read(layout.CONFIG)
+    history, linked = History(copied, files), is_linked(run.where)
     points: list[dict[str, Any]] = list(history.curves()["points"])  # type: ignore[call-overload]
     if not settings and not points:
         why = "; ".join(files.problems) or "it has neither config.json nor metrics.jsonl"
-        raise ConfigError(f"{run_dir} is not a run: {why}")
-    summary, now = files.read("summary.json"), history.now()
-    noted = About(folder, secrets)
+        raise ConfigError(f"{run.where} is not a run: {why}")
+    summary, now = files.read(layout.SUMMARY), history.now()
+    noted = About(copied.folder, secrets)
     about = noted.read(files)
-    name = printable(noted.hide(Path(run_dir).resolve().name), LONGEST_NAME)
+    name = printable(noted.hide(Path(run.where).resolve().name), LONGEST_NAME)
     ranks, nodes = summary.get("world_size"), summary.get("nodes")
     size = f"{counted(ranks, 'rank')} on {counted(nodes or 1, 'node')}" if ranks else ""
     starts = Restarts(files.events())
@@ -125,10 +127,10 @@ def _read_run(run_dir: PurePath, folder: Path, secrets: Sequence[str]) -> dict[s
         ],
         "settings": {key: value for key, value in values.items() if key not in NOT_COMPARED},
         "about": about,
-        "log": About(local_folder(run_dir), secrets).log(reason) if state == "failed" else None,
+        "log": About(run.folder, secrets).log(reason) if state == "failed" else None,
         "points": points,
         "phases": _phases(points),
-        "activities": _activities(files.text("metrics.prom")),
+        "activities": _activities(files.text(layout.METRICS_PAGE)),
         "checkpoints": [] if linked else now["checkpoints"],
         "events": noted.hidden(events),
         "began": events[-1].get("time") if events else None,

@@ -1,7 +1,6 @@
 """`tandem runs`: the runs in a directory, their results and sizes. Reads only files, no torch."""
 
 import os
-import re
 import shutil
 import stat
 import time
@@ -9,30 +8,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.checkpoint.claim import owner_here
+from tandem import layout
 from tandem.checkpoint.listing import age_in_words, newest_step, scores_in_words
 from tandem.checkpoint.locate import LINKED, is_linked
-from tandem.checkpoint.storage.copies import RUN_FILES
 from tandem.errors import ConfigError
 from tandem.log import printable
-from tandem.reading import RunFiles
-from tandem.telemetry.health import FILE_NAME, TEMPORARY
+from tandem.run.directory import RunDir
+from tandem.run.lease import owner_here
 from tandem.timeouts import SETTLED_SECONDS
 
 OPEN, RUNNING, NOT_BEGUN = "open", "running", "not begun"
 """States of a run without a summary; otherwise, the state is the summary's."""
-NOTES = frozenset((*RUN_FILES, "report.html", FILE_NAME, TEMPORARY))
-"""Names of the files that tandem writes about a run in its directory."""
-FOLDERS_OF_NOTES = {
-    "log": re.compile(r"((rank|node)-\d+|tracker)\.log(\.1)?|(flight|ended)-.+\.json|stacks-rank-\d+\.txt"),
-    "tensorboard": re.compile(r"events\.out\.tfevents\..+"),
-    "profile": re.compile(r"rank-\d+\.json"),
-    "wandb": re.compile(r"(offline-)?run-.+|latest-run|debug(-internal)?\.log|settings"),
-}
-"""Directories next to them, with the names of files that tandem and wandb write there.
-
-Others are the user's.
-"""
 HEADS = ("run", "state", "step", "saved", "scores", "last update", "MB")
 MOST_FILES, DEEPEST_FOLDER = 100_000, 32
 """Limits for measuring one run."""
@@ -124,13 +110,14 @@ def as_json(rows: Sequence[RunRow], folder: Path) -> dict[str, object]:
 
 def _is_run(folder: Path) -> bool:
     """Return True for the file that every run has before its first rank starts; a link is another run."""
-    return os.path.lexists(folder / "config.json") and not folder.is_symlink()
+    return os.path.lexists(folder / layout.CONFIG) and not folder.is_symlink()
 
 
 def _row(folder: Path, now: float) -> RunRow:
-    files, measured = RunFiles(folder), list(_files(folder))
-    summary, config = files.read("summary.json"), files.read("config.json")
-    saved = None if is_linked(folder) else newest_step(folder / "checkpoints")
+    run, measured = RunDir(folder), list(_files(folder))
+    files = run.files()
+    summary, config = files.read(layout.SUMMARY), files.read(layout.CONFIG)
+    saved = None if is_linked(folder) else newest_step(run.checkpoints)
     step = summary.get("global_step")
     if is_linked(folder):
         files.problems.append(LINKED)
@@ -157,7 +144,7 @@ def _state_of_unended(folder: Path, saved: int | None) -> str:
     """
     if owner_here(folder) is not None:
         return RUNNING
-    begun = saved is not None or os.path.lexists(folder / "metrics.jsonl")
+    begun = saved is not None or os.path.lexists(folder / layout.METRICS)
     return OPEN if begun else NOT_BEGUN
 
 
@@ -172,13 +159,13 @@ def _is_all_notes(folder: Path) -> bool:
 
 def _is_note(entry: os.DirEntry[str]) -> bool:
     if not entry.is_dir(follow_symlinks=False):
-        return entry.name in NOTES and entry.is_file(follow_symlinks=False)
-    names = FOLDERS_OF_NOTES.get(entry.name)
+        return entry.name in layout.NOTES and entry.is_file(follow_symlinks=False)
+    names = layout.FOLDERS_OF_NOTES.get(entry.name)
     with os.scandir(entry.path) as inner:
         return all(
             names is not None
             and names.fullmatch(each.name) is not None
-            and (each.is_file(follow_symlinks=False) or entry.name == "wandb")
+            and (each.is_file(follow_symlinks=False) or entry.name == layout.WANDB)
             for each in inner
         )
 

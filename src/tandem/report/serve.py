@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tandem.checkpoint.storage.copies import RUN_FILES
+from tandem import layout
 from tandem.errors import ConfigError
 from tandem.report.access import OPEN_PATHS, Access
 from tandem.report.pages import report_policy
@@ -24,7 +24,7 @@ def runs_in(places: Sequence[Path]) -> list[Path]:
     """Return the given run directories, and those in given directories of runs. Raises ConfigError."""
     found = []
     for place in places:
-        if "://" in str(place) or any(os.path.lexists(place / name) for name in RUN_FILES):
+        if "://" in str(place) or any(os.path.lexists(place / name) for name in layout.COPIED):
             found.append(place)
             continue
         inside = [row.path for row in find_runs(place)]

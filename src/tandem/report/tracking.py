@@ -18,18 +18,19 @@ from threading import Thread
 from typing import Any
 from uuid import uuid4
 
+from tandem import layout
 from tandem.errors import ConfigError, TandemError
 from tandem.log import setup
-from tandem.reading import LINE_BYTES, MARK, MOST_STRAY_LINES, POINT, RunFiles, opened, parsed, typed
+from tandem.reading import LINE_BYTES, MARK, MOST_STRAY_LINES, POINT, opened, parsed, typed
 from tandem.report.about import About
 from tandem.report.trackers import Beginning, Row, Tracker, begin, numbers_of
 from tandem.rotation import LOG_BYTES, put_aside
+from tandem.run.directory import RunDir
 from tandem.telemetry.journal import write_json_atomic
 from tandem.timeouts import TRACKER_LONGEST_PAUSE_SECONDS, TRACKER_SECONDS
 
 log = logging.getLogger("tandem.tracker")
 
-FILE_NAME = "tracker.json"
 KILLED = "killed"
 """The state of a launch that reported none."""
 ROWS_AT_ONCE = 100
@@ -88,13 +89,13 @@ class Journal:
 
 
 class Sending:
-    """Sends the rest of the run in `folder` to the tracker `name`."""
+    """Sends the rest of a run to the tracker `name`."""
 
-    def __init__(self, folder: Path, name: str, secrets: list[str]) -> None:
-        self._folder, self._name, self._about = folder, name, About(folder, secrets)
-        self.files = RunFiles(folder)
-        self._mark = _kept(self.files.read(FILE_NAME).get(name))
-        self._journal = Journal(folder / "metrics.jsonl")
+    def __init__(self, run: RunDir, name: str, secrets: list[str]) -> None:
+        self._run, self._name, self._about = run, name, About(run.folder, secrets)
+        self.files = run.files()
+        self._mark = _kept(self.files.read(layout.TRACKER).get(name))
+        self._journal = Journal(run.folder / layout.METRICS)
         self._tracker: Tracker | None = None
         self._waiting: list[tuple[Mark, Row]] = []
 
@@ -110,7 +111,7 @@ class Sending:
     def end(self, state: str) -> None:
         """Report the run's final state, after `send`."""
         is_of_this = state != KILLED  # otherwise, the summary is from an earlier launch
-        summary = self._about.hidden(self.files.read("summary.json")) if is_of_this else {}
+        summary = self._about.hidden(self.files.read(layout.SUMMARY)) if is_of_this else {}
         scores = {f"eval.{name}": value for name, value in (summary.pop("eval", None) or {}).items()}
         self._opened().end(state, {**summary, **scores, "state": state})
 
@@ -118,7 +119,7 @@ class Sending:
         """Send all of a finished run; return a one-line result. Raises TandemError."""
         try:
             rows = self.send()
-            self.end(self.files.read("summary.json").get("state") or KILLED)
+            self.end(self.files.read(layout.SUMMARY).get("state") or KILLED)
         except Exception as error:  # a tracker's package may raise anything
             raise TandemError(
                 f"{self._name} does not accept rows: {self.words(error)}; try again later"
@@ -134,7 +135,8 @@ class Sending:
             about = self._about.read(self.files)
             settings = {str(row["name"]): row["value"] for row in about["settings"]}
             self._keep(self._mark)
-            known = Beginning(self._mark.ours, self._mark.run, self._folder.name, settings, self._folder)
+            folder = self._run.folder
+            known = Beginning(self._mark.ours, self._mark.run, folder.name, settings, folder)
             self._tracker = begin(self._name, known)
             self._keep(replace(self._mark, run=self._tracker.id))
         return self._tracker
@@ -155,8 +157,8 @@ class Sending:
 
     def _keep(self, mark: Mark) -> None:
         self._mark = mark
-        others = RunFiles(self._folder).read(FILE_NAME)
-        write_json_atomic(self._folder / FILE_NAME, {**others, self._name: asdict(mark)})
+        others = self._run.files().read(layout.TRACKER)
+        write_json_atomic(self._run.folder / layout.TRACKER, {**others, self._name: asdict(mark)})
 
 
 def follow(sending: Sending, name: str, until: Callable[[float], str | None]) -> bool:
@@ -184,12 +186,12 @@ def follow(sending: Sending, name: str, until: Callable[[float], str | None]) ->
             failing, pause = True, min(max(2 * pause, TRACKER_SECONDS), TRACKER_LONGEST_PAUSE_SECONDS)
 
 
-def follow_launch(sending: Sending, name: str, config: Mapping[str, object], folder: Path) -> bool:
+def follow_launch(sending: Sending, name: str, config: Mapping[str, object], run: RunDir) -> bool:
     """Run `follow` until the launch closes this process's standard input, after writing its final state.
 
     What the tracker's packages print goes to log/tracker.log.
     """
-    setup(folder / "log" / "node-0.log", None, 0, True, config.get("log_format") == "json")
+    setup(run.node_log(0), None, 0, True, config.get("log_format") == "json")
     said: Queue[str] = Queue()
     Thread(target=lambda: said.put(sys.stdin.read().strip() or KILLED), daemon=True).start()
 
@@ -198,8 +200,9 @@ def follow_launch(sending: Sending, name: str, config: Mapping[str, object], fol
             return said.get(timeout=seconds) if seconds else said.get_nowait()
         return None
 
-    put_aside(folder / "log" / "tracker.log", LOG_BYTES)
-    with (folder / "log" / "tracker.log").open("a") as own, redirect_stdout(own), redirect_stderr(own):
+    path = run.logs / layout.TRACKER_LOG
+    put_aside(path, LOG_BYTES)
+    with path.open("a") as own, redirect_stdout(own), redirect_stderr(own):
         return follow(sending, name, until)
 
 

@@ -37,13 +37,13 @@ class Program:
 class Job:
     """The program, and what holds for all its ranks on this node.
 
-    `variables`: the settings that were given, as TANDEM_ variables. `hang_timeout`: seconds, or None to
-    derive it from the step time. `patience`: seconds that a start, an evaluation or a save may take. `cold`:
-    each rank is a new interpreter.
+    `logs`: the directory of the ranks' logs. `variables`: the settings that were given, as TANDEM_ variables.
+    `hang_timeout`: seconds, or None to derive it from the step time. `patience`: seconds that a start, an
+    evaluation or a save may take. `cold`: each rank is a new interpreter.
     """
 
     program: Program
-    run_dir: str
+    logs: str
     variables: Mapping[str, str]
     max_restarts: int
     hang_timeout: float | None

@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+from tandem import layout
 from tandem.distributed import position as positions
 from tandem.distributed.helpers import killed_helper
 from tandem.distributed.position import Position
@@ -100,7 +101,7 @@ def run_program(job: Job, position: Position) -> NoReturn:
     """Run the script under watch, and exit with its code, or 200 if it has lost its peers."""
     record = _write_to_log(job, position)
     setup(None, position.rank, position.node_rank, True, job.json_lines)
-    keep_stacks(Path(job.run_dir, "log"), position.rank)
+    keep_stacks(Path(job.logs), position.rank)
     watch = Watch(job, position, sender(position.sample_socket))
     launched = positions.launched = positions.Launched(position, watch.hand_over)
     code = _run(job, position, record)
@@ -248,7 +249,7 @@ def _write_to_log(job: Job, position: Position) -> Any:
     Returns the log, for text. Output of native code on rank 0, and of a command as rank 0, goes only to the
     terminal.
     """
-    path = Path(job.run_dir, "log", f"rank-{position.rank}.log")
+    path = Path(job.logs, layout.rank_log(position.rank))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if position.rank != 0:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from tandem import shipped
+from tandem import __version__, shipped
 from tandem.errors import ConfigError
+from tandem.kubernetes.parameters import substituted
 from tandem.kubernetes.render import ALIASES, FOLDERS, manifests
 
 FILES = {
@@ -17,12 +18,14 @@ FILES = {
     "Dockerfile": "Dockerfile",
     "compose.override.yaml": "compose.override.yaml",
     "k8s/kustomization.yaml": "kustomization.yaml",
+    "k8s/job.yaml": "",
 }
-"""{file to write: its template in `project/`}."""
+"""{file to write: its template in `project/`}; JOB has none, as it is the manifest of its kind, renamed."""
+JOB = "k8s/job.yaml"
 SLURM = "train.sbatch"
 """The batch script that `--slurm` adds: tandem's own, which works for any task."""
 COMPOSE = ("Dockerfile", "compose.override.yaml")
-KUBERNETES = ("Dockerfile", "k8s/kustomization.yaml")
+KUBERNETES = ("Dockerfile", "k8s/kustomization.yaml", JOB)
 BASIC = tuple(name for name in FILES if name not in (*COMPOSE, *KUBERNETES))
 NO_CHECKOUT = "PATH-OF-TANDEM"
 """Placeholder for the path of a checkout, which has the Compose file of a project, if there is none."""
@@ -37,6 +40,15 @@ PODS = {
     "job": ("Job", ["/spec/template/spec"]),
 }
 """{choice of --kubernetes: (the kind with the pod templates, their paths)}."""
+JOBS = {"pytorchjob": "PyTorchJob", "trainjob": "TrainJob", "jobset": "JobSet", "job": "Job"}
+"""{choice of --kubernetes: the kind of the job's manifest}."""
+JOB_HEADER = """\
+# The {document} of {name} and its other objects, from tandem {version}. tandem's docs/kubernetes.md
+# describes each field. kustomization.yaml adds the image and the task.
+# To write this file again with another number of nodes or with components (gpu, kueue, monitoring...):
+#
+#   tandem k8s render --kind {kind} --name {name} --nodes 3 --with gpu >k8s/job.yaml
+"""
 SET_TASK = """\
       - op: add
         path: {pod}/containers/0/env/-
@@ -82,8 +94,18 @@ def init(folder: Path, names: Sequence[str] = tuple(FILES), kind: str = "pytorch
         steps += [("tandem cluster up --nodes 2", "the same, and train on two containers")]
     if SLURM in names:
         steps += [(f"sbatch {SLURM} --task task.py:MyTask", "train on two nodes of a Slurm cluster")]
+    if JOB in names:
+        kind_of = f" --kind {kind}" if kind != "pytorchjob" else ""
+        steps += [
+            (
+                "kubectl apply -k k8s",
+                f"start the {JOBS[kind]}; first push the image and set its name in k8s/kustomization.yaml",
+            ),
+            (f"tandem k8s logs{kind_of} --name {job_name(folder)}", "follow its pods"),
+        ]
+    width = max(47, *(len(command) for command, _ in steps))
     lines = [f"{folder}: {', '.join(names)}", "next:"]
-    lines += [f"  {command:<47} {'# ' * bool(why)}{why}".rstrip() for command, why in steps]
+    lines += [f"  {command:<{width}} {'# ' * bool(why)}{why}".rstrip() for command, why in steps]
     if shipped.checkout() is None and COMPOSE[1] in names:
         lines.append(f"in {COMPOSE[1]}: put the path of a tandem checkout for {NO_CHECKOUT}")
     return "\n".join(lines)
@@ -97,17 +119,14 @@ def _folders(names: Sequence[str]) -> list[str]:
 def texts(
     folder: Path, source: Path | None, names: Sequence[str] = tuple(FILES), kind: str = "pytorchjob"
 ) -> dict[str, str]:
-    """Return {file: its text} for a project in `folder` with a job of `kind`, based on the checkout `source`.
+    """Return {file: its text} for a project in `folder` with a job of `kind`.
 
-    Without a checkout, it uses the manifests of the installed package.
+    Its Compose file builds on the checkout `source`, or on a placeholder without one.
     """
     document, pods = PODS[kind]
-    k8s = manifests() if source is None else source / "k8s"
     values = {
         "@NAME@": name_of(folder),
         "@CHECKOUT@": NO_CHECKOUT if source is None else os.path.relpath(source, folder.resolve()),
-        "@K8S@": os.path.relpath(k8s, (folder / "k8s").resolve()),
-        "@FOLDER@": FOLDERS[ALIASES.get(kind, kind)],
         "@KIND@": document,
         "@TASK@": "\n".join(SET_TASK.format(pod=pod) for pod in pods),
     }
@@ -115,12 +134,29 @@ def texts(
     for target in names:
         if target == SLURM:
             text = (shipped.root() / "slurm" / SLURM).read_text().replace(f"slurm/{SLURM}", SLURM)
+        elif target == JOB:
+            text = _job(kind, job_name(folder))
         else:
             text = (files("tandem.tasks") / "project" / f"{FILES[target]}.txt").read_text()
         for key, value in values.items():
             text = text.replace(key, value)
         found[target] = text
     return found
+
+
+def _job(kind: str, name: str) -> str:
+    """Return the manifest of a kind under another name, with a header for the project."""
+    file = ALIASES.get(kind, kind)
+    text = (manifests() / FOLDERS[file] / f"{file}.yaml").read_text()
+    body = re.sub(r"\A(#.*\n)+", "", text)
+    header = JOB_HEADER.format(document=JOBS[kind], name=name, kind=kind, version=__version__)
+    return header + substituted(body, name)
+
+
+def job_name(folder: Path) -> str:
+    """Return the directory's name in a form valid for jobs: a letter first, at most 50 characters."""
+    name = name_of(folder)
+    return (name if name[0].isalpha() else f"run-{name}")[:50].rstrip("-")
 
 
 def name_of(folder: Path) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
+from tandem.layout import CONFIG, HEALTH, HEALTH_TEMPORARY, SUMMARY
 from tandem.reading import RunFiles, content, count, finite, parsed
 from tandem.timeouts import NODE_TICK_SECONDS, RUN_HEALTH_STALE_SECONDS, SLACK_SECONDS, STALE_SECONDS
 from tandem.words import lasting
@@ -21,9 +22,6 @@ from tandem.words import lasting
 if TYPE_CHECKING:
     from tandem.config.slices import LaunchConfig, ReliabilityConfig
 
-FILE_NAME = "health.json"
-TEMPORARY = ".health.json.tmp"
-"""Name of the file in a run directory while it is being written; a kill may leave it there."""
 LONGEST_LINE = 400
 
 
@@ -77,12 +75,12 @@ def write_health(state_dir: str | os.PathLike[str], record: Mapping[str, object]
     The file is not fsynced, so it is outdated after the host crashes.
     """
     os.makedirs(state_dir, exist_ok=True)
-    _replace(state_dir, f"{FILE_NAME}.{os.getpid()}.tmp", record)
+    _replace(state_dir, f"{HEALTH}.{os.getpid()}.tmp", record)
 
 
 def write_run_health(run_dir: str | os.PathLike[str], record: Mapping[str, object]) -> None:
     """Replace RUN_DIR/health.json; only node 0 calls this. Raises OSError if the directory is gone."""
-    _replace(run_dir, TEMPORARY, record)
+    _replace(run_dir, HEALTH_TEMPORARY, record)
 
 
 def _replace(folder: str | os.PathLike[str], name: str, record: Mapping[str, object]) -> None:
@@ -91,7 +89,7 @@ def _replace(folder: str | os.PathLike[str], name: str, record: Mapping[str, obj
         os.unlink(temporary)  # what a killed writer has left
     with open(temporary, "x", encoding="utf-8") as file:  # through no link
         json.dump(record, file)
-    os.replace(temporary, os.path.join(folder, FILE_NAME))
+    os.replace(temporary, os.path.join(folder, HEALTH))
 
 
 class Starting:
@@ -123,9 +121,9 @@ def check(
     folder: str | os.PathLike[str], now: float | None = None, stale: float = STALE_SECONDS
 ) -> tuple[bool, str]:
     """Return (healthy, one-line reason) from FOLDER/health.json; never raises."""
-    path = os.path.join(folder, FILE_NAME)
+    path = os.path.join(folder, HEALTH)
     try:
-        return judge(parsed(content(folder, FILE_NAME)), time.time() if now is None else now, stale)
+        return judge(parsed(content(folder, HEALTH)), time.time() if now is None else now, stale)
     except FileNotFoundError:
         return False, f"no heartbeat: {path} does not exist"
     except OSError as error:
@@ -139,10 +137,10 @@ def check_run(run_dir: str | os.PathLike[str]) -> tuple[bool, str]:
     if not os.path.isdir(run_dir):
         what = "is not a directory" if os.path.exists(run_dir) else "does not exist"
         return False, f"{os.fspath(run_dir)} {what}; give the directory of a run"
-    if not os.path.lexists(os.path.join(run_dir, "config.json")):
+    if not os.path.lexists(os.path.join(run_dir, CONFIG)):
         line = "has no config.json: it is not a run, or has not started; give the directory of a run"
         return False, f"{os.fspath(run_dir)} {line}"
-    summary = RunFiles(run_dir).read("summary.json")
+    summary = RunFiles(run_dir).read(SUMMARY)
     if state := summary.get("state"):
         return state == "finished", f"{state} at step {summary.get('global_step') or 0:,}"
     return check(run_dir, stale=RUN_HEALTH_STALE_SECONDS)

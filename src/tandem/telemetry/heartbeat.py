@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from tandem import running
+from tandem import layout, running
 from tandem.config.slices import ReliabilityConfig
 from tandem.log import renew_outputs
 from tandem.telemetry.clock import STEP_PHASES, Clock
@@ -35,7 +35,7 @@ class Heartbeats:
     ) -> None:
         self._rank, self._clock, self._send = rank, clock, send
         self._limits = Limits(limits.hang_seconds, limits.phase_timeout)
-        self._path = directory / f"flight-rank-{rank}.json"
+        self._path = directory / layout.flight(rank)
         self._effort = Effort()
         self._one_at_a_time = threading.Lock()
         self._recorded, self._complained = -1, False

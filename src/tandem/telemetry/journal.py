@@ -12,7 +12,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tandem.reading import EVENTS, METRICS, RunFiles, numbers
+from tandem.layout import EVENTS, METRICS
+from tandem.reading import RunFiles, numbers
 from tandem.rotation import EVENTS_BYTES, appending, exclusively, replace_full
 from tandem.telemetry.restarts import COUNTED, Restarts
 

@@ -11,6 +11,7 @@ import signal
 from pathlib import Path
 from typing import IO
 
+from tandem import layout
 from tandem.rotation import LOG_BYTES, put_aside
 
 log = logging.getLogger("tandem.run")
@@ -21,7 +22,7 @@ _file: IO[str] | None = None
 
 
 def stacks_file(directory: Path, rank: int) -> Path:
-    return directory / f"stacks-rank-{rank}.txt"
+    return directory / layout.stacks(rank)
 
 
 def keep_stacks(directory: Path, rank: int) -> None:

@@ -13,6 +13,7 @@ from tandem.distributed.devices import allow_tf32, choose_devices, compute_deter
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.numa import bind_to_node
 from tandem.log import log_warnings, redirect_output, setup
+from tandem.run.directory import RunDir
 from tandem.silence import still
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.heartbeat import Heartbeats
@@ -21,9 +22,9 @@ from tandem.telemetry.messages import Send
 log = logging.getLogger("tandem.run")
 
 
-def set_up_log(log_format: str, position: Position, run_dir: Path) -> None:
+def set_up_log(log_format: str, position: Position, run: RunDir) -> None:
     """Log to the terminal and a file on rank 0, and only to a file on the others."""
-    path = run_dir / "log" / f"rank-{position.rank}.log"
+    path = run.rank_log(position.rank)
     copy_to = path if position.rank == 0 else None
     if position.rank != 0:
         try:

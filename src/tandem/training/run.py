@@ -6,12 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from tandem.checkpoint.owner import fence
-from tandem.checkpoint.storage.copies import local_folder
-from tandem.checkpoint.store import CheckpointStore
+from tandem import layout
 from tandem.config import Settings, TaskJob
 from tandem.data.fingerprint import data_facts
 from tandem.data.loader import end_loaders
@@ -31,6 +28,7 @@ from tandem.errors import (
     TandemError,
 )
 from tandem.log import reporting
+from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
 from tandem.silence import still
 from tandem.tasks.base import task_class
@@ -69,14 +67,14 @@ def run_rank(
     stop = StopFlag().install()
     hear(stop)
     settings = Settings.from_dict(job.settings)
-    run_dir = local_folder(settings.run.place)
+    run = RunDir.of(settings, position.owner)
     try:
-        set_up_log(settings.telemetry.log_format, position, run_dir)
-        keep_stacks(run_dir / "log", position.rank)
+        set_up_log(settings.telemetry.log_format, position, run)
+        keep_stacks(run.logs, position.rank)
         send = send or sender(position.sample_socket)
         if position.store is not None:  # without an agent, this process counts its own messages
             count_log_messages(send)
-        return _run(settings, job.chosen, position, run_dir, stop, send, started)
+        return _run(settings, job.chosen, position, run, stop, send, started)
     except TandemError as error:
         end_loaders()
         log.error("%s", error)
@@ -128,28 +126,27 @@ def _run(
     settings: Settings,
     chosen: frozenset[str],
     position: Position,
-    run_dir: Path,
+    run: RunDir,
     stop: StopFlag,
     send: Send,
     started: float,
 ) -> int:
     """Run everything from the process group to the summary; each part builds itself."""
     clock, world, threads = open_world(
-        settings.compute, settings.reliability, settings.common_fields(), position, send, run_dir / "log"
+        settings.compute, settings.reliability, settings.common_fields(), position, send, run.logs
     )
     given, settings = settings, settings.replace(precision=precision_of(settings.compute.precision, world))
     recorder = Recorder(position.rank, settings.data.batch_size, send, clock, position.node_rank)
     slices = settings.run, settings.data, settings.compute, settings.optimization, settings.exchange
     with still("building data and model"):
         learner = Learner(*slices, world, clock, recorder, chosen)
-    store = CheckpointStore(settings.run.place / "checkpoints", fence(settings.run.place, position.owner))
     with clock.phase("resume"), still("deciding where to resume"):
         homes, download = learner.model.state_dict(), settings.data.download
-        beginning = begin(world, store, settings.checkpoint, position, recorder, download, homes)
+        beginning = begin(world, run.checkpoints, settings.checkpoint, position, recorder, download, homes)
         if beginning.step == COMPLETE:
             return _leave(world, recorder, FINISHED)
         if world.is_first:
-            forget_summary(run_dir)
+            forget_summary(run)
         data = data_facts(learner.datasets.train) if world.is_first else {}
         check_data(world, beginning, data, settings.checkpoint.on_data_change)
         learner.begin(beginning)
@@ -169,7 +166,7 @@ def _run(
         fingerprint=given.fingerprint_fields(),
         config_hash=given.digest(),
         world=world,
-        run_dir=run_dir,
+        directory=run,
         order=learner.order,
         planned=learner.planned,
         threads=threads,
@@ -178,7 +175,7 @@ def _run(
         shares=learner.shares,
         data=data,
     )
-    saver = Saver(settings.checkpoint, facts, store, learner, recorder, beginning.slot)
+    saver = Saver(settings.checkpoint, facts, learner, recorder, beginning.slot)
     window = settings.telemetry.profile if world.is_first else None
     training = _training(learner, timetable, evaluation, saver, facts, stop, window)
     open_displays(facts, settings.telemetry, timetable.steps_between("save"), recorder, learner.model)
@@ -239,6 +236,7 @@ def _training(
     """Assemble the loop. `window` is recorded by torch.profiler."""
     world, recorder = facts.world, learner.recorder
     steps = _told(learner.data.steps(facts.first_step, learner.planned), recorder)
+    profile = facts.directory.folder / layout.PROFILE / layout.profile(0)
     return Training(
         world=world,
         task=learner.task,
@@ -250,7 +248,7 @@ def _training(
         clock=learner.stepper.clock,
         nonfinite=learner.nonfinite,
         stop=stop,
-        batches=profiled(steps, window, facts.first_step, facts.run_dir / "profile" / "rank-0.json"),
+        batches=profiled(steps, window, facts.first_step, profile),
         evaluate=evaluation.scores,
         ends=learner.memory.hear,
         check_replicas=partial(check_replicas, world, learner.strategy, learner.model, recorder),

@@ -7,8 +7,6 @@ from typing import Any, Protocol
 
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.snapshot import OF, PER_RANK, Snapshots
-from tandem.checkpoint.storage.copies import Copies
-from tandem.checkpoint.store import CheckpointStore
 from tandem.checkpoint.writer import FAILURES_ALLOWED, CheckpointWriter, Later
 from tandem.config.slices import CheckpointConfig
 from tandem.distributed.group import ProcessGroup
@@ -56,7 +54,6 @@ class Saver:
         self,
         config: CheckpointConfig,
         facts: Facts,
-        store: CheckpointStore,
         learner: Learning,
         recorder: Recorder,
         kept_slot: int | None,
@@ -68,12 +65,12 @@ class Saver:
         """Whether the task ends the run at the step that is saved next."""
         self._is_cut_off = False
         self._writer = CheckpointWriter(
-            store,
+            facts.directory.checkpoints,
             Retention.of(config),
             FAILURES_ALLOWED,
             recorder.saved,
             recorder.verified,
-            Copies(facts.run.place).push,
+            facts.directory.push,
         )
         position = facts.world.position
         shared = position.shared_memories if position.node_rank == 0 else ()

@@ -5,23 +5,23 @@ import platform as machine
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from tandem import __version__
+from tandem import __version__, layout
 from tandem.checkpoint.state import weights_sha256
 from tandem.config.slices import RunConfig, TelemetryConfig
 from tandem.data.sampler import GlobalOrder
 from tandem.distributed.group import ProcessGroup
 from tandem.errors import FINISHED
 from tandem.log import counted, reporting
+from tandem.run.directory import RunDir
 from tandem.telemetry import metrics
 from tandem.telemetry.families import Sample
-from tandem.telemetry.journal import Journal, read_events, write_json_atomic
 from tandem.telemetry.meter import Interval
 from tandem.telemetry.progress import Progress
 from tandem.telemetry.recorder import Recorder
@@ -31,16 +31,14 @@ from tandem.words import lasting, shown
 
 log = logging.getLogger("tandem.run")
 
-SUMMARY = "summary.json"
-
 
 @dataclass(frozen=True)
 class Facts:
     """Facts about this generation of a run that do not change while it trains.
 
-    `settings` and `fingerprint` are stored in the manifest; `config_hash` is their digest. `run_dir` is on
-    this machine. `started` is a time of time.monotonic(). The run resumes after `first_step` steps. `shares`:
-    samples of each rank in a batch; empty if equal. `data`: see `fingerprint.data_facts`.
+    `settings` and `fingerprint` are stored in the manifest; `config_hash` is their digest. `started` is a
+    time of time.monotonic(). The run resumes after `first_step` steps. `shares`: samples of each rank in a
+    batch; empty if equal. `data`: see `fingerprint.data_facts`.
     """
 
     run: RunConfig
@@ -50,7 +48,7 @@ class Facts:
     fingerprint: Mapping[str, object]
     config_hash: str
     world: ProcessGroup
-    run_dir: Path
+    directory: RunDir
     order: GlobalOrder
     planned: int
     threads: int
@@ -74,7 +72,7 @@ def identity(facts: Facts, save_steps: int | None) -> list[Sample]:
             nccl=".".join(map(str, version())) if on_gpu else "",
         ),
         metrics.RUN_INFO.says(
-            run=facts.run_dir.name,
+            run=facts.directory.folder.name,
             task=facts.run.task,
             platform=position.platform,
             backend="nccl" if on_gpu else "gloo",
@@ -115,10 +113,10 @@ def manifest_info(
     }
 
 
-def forget_summary(run_dir: Path) -> None:
+def forget_summary(run: RunDir) -> None:
     """Remove the summary of an earlier end before training starts."""
     with reporting("remove the old summary.json"):
-        (run_dir / SUMMARY).unlink(missing_ok=True)
+        run.forget_summary()
 
 
 def write_summary(
@@ -136,7 +134,7 @@ def write_summary(
     """
     position = facts.world.position
     digest = weights_sha256(weights)
-    restarts = Restarts(read_events(facts.run_dir))
+    restarts = Restarts(facts.directory.events())
     summary = {
         "state": "finished" if code == FINISHED else "stopped",
         "exit_code": code,
@@ -160,7 +158,7 @@ def write_summary(
         "last_checkpoint_step": saved_step,
     }
     with reporting("write summary.json"):
-        write_json_atomic(facts.run_dir / SUMMARY, summary)
+        facts.directory.write_summary(summary)
     recorder.event(str(summary["state"]), step=recorder.step, exit_code=code)
     scores = ", ".join(f"{name} {value:.4f}" for name, value in recorder.scores.items())
     log.info(
@@ -171,7 +169,7 @@ def write_summary(
         scores or "not evaluated",
         f"{recorder.meter.samples_per_second:,.0f}",
         digest[:12],
-        extra={"table": ending_table(summary, recorder.meter.total, facts.run.place)},
+        extra={"table": ending_table(summary, recorder.meter.total, facts.directory.where)},
     )
 
 
@@ -208,12 +206,13 @@ def open_displays(
     if not facts.world.is_first:
         recorder.begin_run(step, epoch_steps, planned, None, None, None)
         return
-    journal = Journal(facts.run_dir)
+    journal = facts.directory.journal
     journal.rewind(step)  # even to 0: the run may have been killed before its first checkpoint
     if step:
         journal.event("resumed", step=step)
         recorder.recall(step, journal.scores_at(step))
-    writer = EventWriter(facts.run_dir / "tensorboard", step) if display.has_tensorboard else None
+    tensorboard = facts.directory.folder / layout.TENSORBOARD
+    writer = EventWriter(tensorboard, step) if display.has_tensorboard else None
     progress = Progress(planned, start_step=step, mode=display.progress)
     recorder.begin_run(step, epoch_steps, planned, journal, progress, writer)
     recorder.samples(*identity(facts, save_steps))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tandem import layout
 from tandem.checkpoint.decision import say_damaged
 from tandem.checkpoint.locate import locate
 from tandem.checkpoint.state import deserialize, serialize
@@ -93,7 +94,7 @@ class Saved(NamedTuple):
     @property
     def run_name(self) -> str:
         """The name of the run's directory, or of the directory that it is in without a run."""
-        return (self.directory.parent if self.directory.name == "checkpoints" else self.directory).name
+        return (self.directory.parent if self.directory.name == layout.CHECKPOINTS else self.directory).name
 
 
 def saved_at(place: str) -> Saved:

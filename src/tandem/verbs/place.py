@@ -64,9 +64,9 @@ def health(options: "Namespace | None", environ: Environment) -> int:
         return health_main(environ)
     run_dir = options.run_dir
     if run_dir is not None and "://" in run_dir:  # an import that probes do without
-        from tandem.checkpoint.storage.copies import local_folder
+        from tandem.run.directory import RunDir
 
-        run_dir = str(local_folder(run_dir))
+        run_dir = str(RunDir(run_dir).folder)
     return health_main(environ, options.json, run_dir)
 
 

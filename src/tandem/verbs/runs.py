@@ -28,12 +28,10 @@ def checkpoints(options: "Namespace", environ: Environment) -> int:
     from tandem.checkpoint.listing import as_json, list_checkpoints, rule_of, table
     from tandem.checkpoint.locate import checkpoints_of
     from tandem.checkpoint.retention import Best
-    from tandem.checkpoint.store import CheckpointStore
 
-    directory = checkpoints_of(options.run_dir)
-    if isinstance(directory, Path) and not directory.is_dir():
-        raise ConfigError(f"{directory} is not a directory; give the run directory")
-    store = CheckpointStore(directory)
+    store = checkpoints_of(options.run_dir)
+    if isinstance(store.directory, Path) and not store.directory.is_dir():
+        raise ConfigError(f"{store.directory} is not a directory; give the run directory")
     best = Best.parse(options.keep_best) if options.keep_best else None
     rule = rule_of(store, options.keep, best, options.keep_every)
     removed: list[dict[str, int]] = []
@@ -44,11 +42,11 @@ def checkpoints(options: "Namespace", environ: Environment) -> int:
             removed.append({"step": step, "bytes": sizes.get(step, 0)})
             if not options.json:
                 print(f"{done} step {step}, {sizes.get(step, 0):,} bytes")
-    rows = list_checkpoints(directory, verify=options.action == "verify", rule=rule)
+    rows = list_checkpoints(store, verify=options.action == "verify", rule=rule)
     if options.json:
-        print_json({**as_json(rows, directory), "removed": removed, "dry_run": options.dry_run})
+        print_json({**as_json(rows, store), "removed": removed, "dry_run": options.dry_run})
     else:
-        print(table(rows, directory))
+        print(table(rows, store))
     is_damaged = options.action != "prune" and any(row.verified is False for row in rows)
     return FAILED if is_damaged else FINISHED
 
@@ -71,13 +69,14 @@ def checkpoints_options(parser: "Parser") -> None:
 
 def report(options: "Namespace", environ: Environment) -> int:
     """Write one HTML file: RUN_DIR/report.html, or what --output names."""
-    from tandem.checkpoint.storage.copies import local_folder
+    from tandem import layout
     from tandem.config.secrets import secrets_in
     from tandem.log import printable
     from tandem.report.report import write_report
+    from tandem.run.directory import RunDir
 
     run_dirs = [options.run_dir, *options.compare]
-    output = options.output or local_folder(options.run_dir) / "report.html"
+    output = options.output or RunDir(options.run_dir).folder / layout.REPORT
     _warn(write_report(run_dirs, output, secrets_in(environ)))
     print(printable(str(output)))
     return FINISHED
@@ -138,32 +137,32 @@ def page_options(parser: "Parser") -> None:
 
 def track(options: "Namespace", environ: Environment) -> int:
     """Send a run, or the rows that are missing there, to its tracker."""
-    from tandem.checkpoint.storage.copies import Copies, local_folder, make_folder
+    from tandem import layout
     from tandem.config.secrets import secrets_in
     from tandem.log import printable
-    from tandem.reading import RunFiles
     from tandem.report import tracking
     from tandem.report.trackers import check
+    from tandem.run.directory import RunDir
 
-    folder, copies = local_folder(options.run_dir), Copies(options.run_dir)
+    run = RunDir(options.run_dir)
     if not options.follow:
-        if folder != options.run_dir:
-            make_folder(folder)
-        copies.fetch(folder)
-    files = RunFiles(folder)
-    config = files.read("config.json")
+        if not run.is_here:
+            run.make_folder()
+        run.mirror.fetch()
+    files = run.files()
+    config = files.read(layout.CONFIG)
     if not config:
         why = "; ".join(files.problems) or "it has no config.json"
         raise ConfigError(f"{options.run_dir} is not a run: {why}; give the run directory")
     name = tracking.chosen(config, options.tracker)
     check(name)
-    with tracking.alone(folder, wait=options.follow):
-        sending = tracking.Sending(folder, name, secrets_in(environ))
+    with tracking.alone(run.folder, wait=options.follow):
+        sending = tracking.Sending(run, name, secrets_in(environ))
         if options.follow:
-            return FINISHED if tracking.follow_launch(sending, name, config, folder) else FAILED
+            return FINISHED if tracking.follow_launch(sending, name, config, run) else FAILED
         print(printable(sending.catch_up(), LONGEST_LINE))
         _warn([printable(f"{options.run_dir}: {each}", LONGEST_LINE) for each in sending.files.problems])
-    copies.push()
+    run.push()
     return FINISHED
 
 
@@ -215,13 +214,14 @@ def runs_options(parser: "Parser") -> None:
 def kill(options: "Namespace", environ: Environment) -> int:
     """Send a signal to one rank or node of a run, for failure tests."""
     from tandem.launch.kill import kill as send
+    from tandem.run.directory import RunDir
 
     if (options.rank is None) == (options.node is None):
         raise ConfigError(
             f"give either --rank N or --node N: which part of {options.run_dir} gets the signal"
         )
     kind, number = ("rank", options.rank) if options.node is None else ("node", options.node)
-    print(send(options.run_dir, kind, number, options.signal))
+    print(send(RunDir(options.run_dir), kind, number, options.signal))
     return FINISHED
 
 

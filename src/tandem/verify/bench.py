@@ -17,6 +17,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from tandem import layout
 from tandem.config import SETTINGS, Settings
 from tandem.config.fields import words_in
 from tandem.config.slices import ONE_PROCESS
@@ -195,11 +196,11 @@ def _run(
     peaks: dict[int, int] = {}
     with WatchedRun([sys.executable, "-m", "tandem", "launch", *arguments, *words], environ, run_dir) as run:
         run.finish(stop, lambda session: _look(session, peaks))
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    on_gpus = [int(float(value)) for value in PEAK.findall((run_dir / "metrics.prom").read_text())]
+    lines = (run_dir / layout.METRICS).read_text().splitlines()
+    on_gpus = [int(float(value)) for value in PEAK.findall((run_dir / layout.METRICS_PAGE).read_text())]
     mode.losses = [line["loss"] for line in map(json.loads, lines) if "loss" in line]
     mode.memory_bytes.append(max(on_gpus or peaks.values(), default=0))
-    mode.samples_per_second.append(json.loads((run_dir / "summary.json").read_text())["samples_per_second"])
+    mode.samples_per_second.append(json.loads((run_dir / layout.SUMMARY).read_text())["samples_per_second"])
 
 
 def _look(session: int, peaks: dict[int, int]) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from tandem import layout
 from tandem.errors import FINISHED, ConfigError
-from tandem.reading import RunFiles
+from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
 from tandem.verify.watched_run import EndedFirstError, Kill, WatchedRun
 from tandem.words import lasting, shown
@@ -49,11 +50,11 @@ def demo(run_dir: Path, environ: Mapping[str, str], stop: StopFlag, say: Callabl
             step = run.kill(Kill(KILLED_AT, 1), stop)
             say(f"step {step}: killed rank 1 on node 1 with SIGKILL; live page: {_page(run_dir)}")
         run.finish(stop)
-    files = RunFiles(run_dir)
+    files = RunDir(run_dir).files()
     killed = [each for each in files.events() if each.get("kind") == "rank_killed"]
     for each in killed[:1]:
         say(f"{lasting(each['seconds'])} later both ranks trained again; steps lost: {each['steps_lost']}")
-    summary = files.read("summary.json")
+    summary = files.read(layout.SUMMARY)
     scores = ", ".join(f"{name} {value:.4g}" for name, value in summary["eval"].items())
     say(f"finished at step {summary['global_step']}: {scores}; restarts: {summary['restarts']}")
     say(f"report: tandem report {shown(run_dir)}; your own script: tandem launch --nodes 2 train.py")

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from tandem import __version__
-from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Settings
 from tandem.distributed.devices import DRIVER_FILE, driver_version, why_no_gpu
 from tandem.errors import TandemError
 from tandem.launch.reach import Finding, clock, interfaces, names, others, world_size
 from tandem.platforms.placement import detect, of_this_process
+from tandem.run.directory import RunDir
 from tandem.verify import containers
 from tandem.verify.machine import findings, refused
 
@@ -92,7 +92,7 @@ def _lines(settings: Settings, environ: Environment) -> Iterator[tuple[str, str]
     yield "cores", f"{len(os.sched_getaffinity(0))} for this process, {os.cpu_count()} in the machine"
     yield "memory", memory(Path("/"))
     yield "/dev/shm", _space(Path("/dev/shm"))
-    yield "run dir", _space(local_folder(run_dir)) if run_dir else "runs/TASK-TIME, created at the start"
+    yield "run dir", _space(RunDir(run_dir).folder) if run_dir else "runs/TASK-TIME, created at the start"
     yield "data", _space(settings.data.data_dir)
     yield (
         "placement",

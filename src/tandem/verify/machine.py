@@ -12,12 +12,11 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from tandem.checkpoint.storage.copies import local_folder
 from tandem.config import Settings
 from tandem.distributed.devices import DRIVER_FILE, why_no_gpu, why_refused
 from tandem.launch.reach import Finding
 from tandem.log import counted
-from tandem.telemetry.journal import read_events
+from tandem.run.directory import RunDir
 from tandem.timeouts import CLOCK_SKEW_SECONDS, LEAVE_SECONDS
 from tandem.words import lasting
 
@@ -31,13 +30,14 @@ TRIED_BYTES = MIB
 def findings(settings: Settings) -> Iterator[Finding]:
     """Yield all checks that need no other machine."""
     yield shared_memory(Path("/dev/shm"), settings.data.workers)
-    place, saves = settings.run.run_dir, list[dict[str, object]]()
-    if place is not None and local_folder(place) != place:
+    place = settings.run.run_dir
+    saves = list[dict[str, object]]()
+    run = RunDir(place or "runs")
+    if not run.is_here:
         yield Finding("run volume", "pass", f"{place} is an object store, not checked here")
     else:
-        run_dir = Path("runs") if place is None else local_folder(place)
-        saves = [line for line in read_events(run_dir) if line.get("kind") == "checkpoint"]
-        yield from volume(run_dir, max((_number(each, "bytes") for each in saves), default=0.0))
+        saves = [line for line in run.events() if line.get("kind") == "checkpoint"]
+        yield from volume(run.folder, max((_number(each, "bytes") for each in saves), default=0.0))
     yield grace(settings.launch.shutdown_timeout, [_number(each, "seconds") for each in saves])
     yield gpus(settings.compute.device)
 

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from tandem import layout
 from tandem.checkpoint.state import deserialize
-from tandem.checkpoint.store import CheckpointStore
+from tandem.run.directory import RunDir
 
 NUMBERS = (
     "step",
@@ -45,11 +46,11 @@ class Outcome:
     @classmethod
     def read(cls, run_dir: Path) -> "Outcome":
         """Read the outcome of a finished run. Raises CheckpointError for a state that cannot be read."""
-        summary = json.loads((run_dir / "summary.json").read_text())
+        summary = json.loads((run_dir / layout.SUMMARY).read_text())
         step = int(summary["global_step"])
-        state = deserialize(CheckpointStore(run_dir / "checkpoints").read(step)[0])
+        state = deserialize(RunDir(run_dir).checkpoints.read(step)[0])
         rest = {name: part for name, part in state.items() if name not in NOT_STATE}
-        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (run_dir / layout.METRICS).read_text().splitlines()]
         losses = [{name: line[name] for name in NUMBERS if name in line} for line in lines]
         return cls(
             step,

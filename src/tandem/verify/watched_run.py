@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem import layout
 from tandem.errors import FINISHED, StoppedError
 from tandem.launch.endings import run_failed
 from tandem.launch.simulated import stop_with_parent
 from tandem.process import below, is_alive, safe_path, send
+from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
-from tandem.telemetry.journal import read_events
 from tandem.timeouts import END_LOOK_SECONDS, END_POLL_SECONDS, KILLED_SECONDS, STEP_POLL_SECONDS
 from tandem.verify.outcome import Outcome
 
@@ -100,7 +101,7 @@ class WatchedRun:
 
     def _events(self, kind: str) -> list[dict[str, Any]]:
         """Return the events of one kind; "training" follows the first step of each generation."""
-        return [event for event in read_events(self._run_dir) if event.get("kind") == kind]
+        return [event for event in RunDir(self._run_dir).events() if event.get("kind") == kind]
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
@@ -130,7 +131,7 @@ class WatchedRun:
     def _logged_step(self) -> int:
         """Return the step of the last complete line of metrics.jsonl; 0 if there is none."""
         try:
-            whole = (self._run_dir / "metrics.jsonl").read_bytes().rpartition(b"\n")[0]
+            whole = (self._run_dir / layout.METRICS).read_bytes().rpartition(b"\n")[0]
         except OSError:
             return 0
         return int(json.loads(whole.rpartition(b"\n")[2])["step"]) if whole else 0

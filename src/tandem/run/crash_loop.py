@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
+from tandem import layout
 from tandem.checkpoint.listing import newest_step
 from tandem.checkpoint.storage import remote_at
-from tandem.checkpoint.storage.copies import local_folder
+from tandem.checkpoint.store import CheckpointStore
 from tandem.config.address import RemotePath
 from tandem.errors import STOPPED, CrashLoopError
 from tandem.log import printable
@@ -27,7 +28,6 @@ from tandem.timeouts import FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS, MONI
 
 log = logging.getLogger("tandem.launch")
 
-NAME = "starts.json"
 AT_ONCE = 2
 """Up to this many starts without anything new are normal: a node may be drained twice in a row."""
 
@@ -49,12 +49,21 @@ class Record:
         return cls()
 
 
-class Starts:
-    """The starts of the run in `run_dir`, including this launch's. `is_ours` is checked before each write."""
+class CrashLoop:
+    """The starts of the run at `where`, including this launch's. `is_ours` is checked before each write.
 
-    def __init__(self, run_dir: PurePath, is_ours: Callable[[], bool] = lambda: True) -> None:
-        self._run_dir, self._is_ours = run_dir, is_ours
-        step = newest_step(run_dir / "checkpoints") or 0
+    `folder`: the run's part on this machine.
+    """
+
+    def __init__(
+        self,
+        where: PurePath,
+        folder: Path,
+        checkpoints: CheckpointStore,
+        is_ours: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._where, self._folder, self._is_ours = where, folder, is_ours
+        step = newest_step(checkpoints) or 0
         before = Record.parse(self._read())
         self._before = before if step <= before.step else Record(step=step)
         self._timer = threading.Timer(STEADY_SECONDS, self._forget)
@@ -67,7 +76,7 @@ class Starts:
             self._forget()  # the next start is a person's, who has read this error
             raise CrashLoopError(
                 f"{before.starts} starts in a row have saved nothing new after step {before.step}; the last "
-                f"one: {before.reason or 'it was killed'}. Check log/ in {self._run_dir}, fix that and "
+                f"one: {before.reason or 'it was killed'}. Check log/ in {self._where}, fix that and "
                 "start again; --max-crash-loops sets how many starts are tried"
             )
         seconds = backoff_seconds(before.starts)
@@ -97,9 +106,9 @@ class Starts:
 
     def _read(self) -> bytes | None:
         with suppress(OSError):
-            if isinstance(self._run_dir, RemotePath):
-                return remote_at(self._run_dir).read(self._run_dir / NAME)
-            return content(local_folder(self._run_dir), NAME)
+            if isinstance(self._where, RemotePath):
+                return remote_at(self._where).read(self._where / layout.STARTS)
+            return content(self._folder, layout.STARTS)
         return None
 
     def _write(self, record: Record) -> None:
@@ -113,18 +122,18 @@ class Starts:
         if not self._is_ours():
             return
         try:
-            if isinstance(self._run_dir, RemotePath):
-                store = remote_at(self._run_dir)
+            if isinstance(self._where, RemotePath):
+                store = remote_at(self._where)
                 if record is None:
-                    store.delete(self._run_dir, [NAME])
+                    store.delete(self._where, [layout.STARTS])
                 else:
-                    store.write(self._run_dir / NAME, record)
+                    store.write(self._where / layout.STARTS, record)
             elif record is None:
-                (local_folder(self._run_dir) / NAME).unlink(missing_ok=True)
+                (self._folder / layout.STARTS).unlink(missing_ok=True)
             else:
-                write_bytes_atomic(local_folder(self._run_dir) / NAME, record)
+                write_bytes_atomic(self._folder / layout.STARTS, record)
         except OSError as error:
-            log.warning("cannot record this start in %s: %s", self._run_dir, error)
+            log.warning("cannot record this start in %s: %s", self._where, error)
 
 
 def backoff_seconds(starts: int) -> float:

@@ -6,6 +6,7 @@ torch.
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -13,12 +14,18 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import PurePath
 
-from tandem.checkpoint.owner import FOLDER, Note, Token, check, fence
+from tandem import layout
 from tandem.checkpoint.storage.notes import Notes, notes_at
 from tandem.errors import ConfigError, RunTakenError, StoppedError
+from tandem.platforms.environment import LOOPBACK
+from tandem.platforms.placement import Placement
+from tandem.run.owner import Note, Token, check, fence
 from tandem.timeouts import OWNER_EXPIRY_SECONDS, OWNER_LOOK_SECONDS, OWNER_RENEW_SECONDS
 
 log = logging.getLogger("tandem.run")
+
+STARTED_ONCE = ("kubeflow-v1", "kubeflow-v2", "jobset", "indexed-job", "compose")
+"""Platforms that restart a node only after its last start has ended."""
 
 
 class Claim:
@@ -44,7 +51,7 @@ class Claim:
             self._thread.start()
 
     def _keep(self) -> None:
-        notes = notes_at(self._run_dir / FOLDER)
+        notes = notes_at(self._run_dir / layout.OWNER)
         while not self.lost and not self._closing.wait(OWNER_RENEW_SECONDS):
             try:
                 self._renew(notes)
@@ -88,7 +95,7 @@ class Claim:
         if self._note is None or self.token is None:
             return
         self._thread.join(OWNER_RENEW_SECONDS)  # not without a limit: the volume may hang
-        notes = notes_at(self._run_dir / FOLDER)
+        notes = notes_at(self._run_dir / layout.OWNER)
         try:
             check(notes, self._run_dir, self.token, self._note)
             if self.token.number == 1:
@@ -106,7 +113,7 @@ def claim(run_dir: PurePath, job: str = "", should_stop: Callable[[], bool] = la
     A lease of the same job is therefore taken over immediately. Raises ConfigError while another launch owns
     the run, and StoppedError if `should_stop` becomes true.
     """
-    notes = notes_at(run_dir / FOLDER)
+    notes = notes_at(run_dir / layout.OWNER)
     try:
         while True:
             numbers, here = notes.numbers(), Note.mine(job)
@@ -129,6 +136,19 @@ def claim(run_dir: PurePath, job: str = "", should_stop: Callable[[], bool] = la
         return Claim(run_dir, problem=error)
 
 
+def restarted_as(placement: Placement) -> str:
+    """Return a name of this job that survives a restart of its nodes; "" if there is none.
+
+    It is used only on platforms that restart a node after its last start has ended. A pod's name belongs to
+    one job, and its successor is created only once it is gone.
+    """
+    if placement.job or placement.platform not in STARTED_ONCE:
+        return placement.job
+    is_name = placement.master_host not in ("localhost", LOOPBACK)
+    name = placement.master_host if is_name else os.uname().nodename
+    return f"{placement.platform} {name}:{placement.master_port}"
+
+
 def refuse_if_owned(run_dir: PurePath) -> None:
     """Raise ConfigError if another launch on this machine certainly owns the run."""
     found = owner_here(run_dir)
@@ -138,7 +158,7 @@ def refuse_if_owned(run_dir: PurePath) -> None:
 
 def owner_here(run_dir: PurePath) -> Note | None:
     """Return the lease of a launch here that certainly owns the run; None if it is an ancestor of ours."""
-    notes, here = notes_at(run_dir / FOLDER), Note.mine("")
+    notes, here = notes_at(run_dir / layout.OWNER), Note.mine("")
     with suppress(OSError):
         if (last := max(notes.numbers(), default=0)) and (found := Note.parse(notes.read(last))):
             if not found.is_over and not found.is_above(here) and _lives(found, here):

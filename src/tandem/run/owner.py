@@ -3,7 +3,7 @@
     RUN_DIR/owner/000000007    the owner's record: host, process, start time, and number of renewals
 
 The owner is the launch that wrote the record with the largest number, which no other launch can have written.
-A launch that takes over a run (`claim.py`) writes the next number. An owner that was frozen or disconnected
+A launch that takes over a run (`lease.py`) writes the next number. An owner that was frozen or disconnected
 therefore finds, before it publishes anything, that its number is no longer the largest. Does not import
 torch.
 """
@@ -18,13 +18,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
+from tandem import layout
 from tandem.checkpoint.storage.notes import Notes, notes_at
 from tandem.errors import RunTakenError
 from tandem.log import printable
 from tandem.process import stat_of
 from tandem.reading import moment, parsed
 
-FOLDER = "owner"
 NOTE_BYTES = 1024
 """Fixed length of a record. A single write rewrites it in place, so no reader sees half a record."""
 
@@ -149,7 +149,7 @@ def fence(run_dir: PurePath, token: Token | None) -> Callable[[], None]:
     """
     if token is None:
         return lambda: None
-    return lambda: check(notes_at(run_dir / FOLDER), run_dir, token)
+    return lambda: check(notes_at(run_dir / layout.OWNER), run_dir, token)
 
 
 def check(notes: Notes, run_dir: PurePath, token: Token, note: Note | None = None) -> None:

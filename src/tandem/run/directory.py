@@ -1,0 +1,208 @@
+"""The run directory, opened once: its location, its local directory, and access to everything in it.
+
+`layout.py` has the names of its files. Does not import torch, because commands that only read use it, too.
+"""
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from functools import cached_property
+from pathlib import Path, PurePath
+from typing import Any
+
+from tandem import layout
+from tandem.checkpoint.store import CheckpointStore
+from tandem.config import Settings
+from tandem.config.address import address
+from tandem.errors import ConfigError
+from tandem.paths import exists
+from tandem.platforms.placement import Placement
+from tandem.reading import RunFiles
+from tandem.run.crash_loop import CrashLoop
+from tandem.run.lease import Claim, claim, restarted_as
+from tandem.run.mirror import Mirror
+from tandem.run.owner import Token, fence
+from tandem.telemetry.journal import Journal, read_events, write_json_atomic
+
+
+class RunDir:
+    """The run directory at `where`: a Path, or a RemotePath for s3://BUCKET/PREFIX.
+
+    The constructor touches no file. `folder` is the local directory: the run directory itself, or for an
+    address this user's directory in the temporary directory, whose files are copied to the address. `token`
+    is the fencing token of this process's launch, which is checked before each checkpoint is published;
+    without one, there is no check.
+    """
+
+    def __init__(self, where: str | PurePath, token: Token | None = None, folder: Path | None = None) -> None:
+        """Raises ConfigError for an invalid address."""
+        self.where = address(where)
+        self.folder = folder or (self.where if isinstance(self.where, Path) else _temporary(self.where))
+        self.logs = self.folder / layout.LOG
+        self._token = token
+
+    @classmethod
+    def open(cls, settings: Settings, placement: Placement, now: float) -> "RunDir":
+        """Return the run directory of a launch.
+
+        The default name, with the time in it, is only for a laptop: other nodes would pick another time.
+        Raises ConfigError elsewhere if no run directory is set.
+        """
+        run_dir = settings.run.run_dir
+        if run_dir is None:
+            if placement.platform != "none":
+                raise ConfigError(
+                    "no run directory is set, and all ranks need the same one; set TANDEM_RUN_DIR=runs/NAME "
+                    "before the command, or give --run-dir runs/NAME (several nodes: on a shared volume)"
+                )
+            name = settings.run.task.rpartition(":")[2] if ":" in settings.run.task else settings.run.task
+            stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
+            run_dir = Path("runs") / f"{name.replace('/', '-')}-{stamp}"
+        return cls(run_dir.absolute() if isinstance(run_dir, Path) else run_dir)
+
+    @classmethod
+    def of(cls, settings: Settings, token: Token | None = None) -> "RunDir":
+        """Return the run directory in settings from `recorded`, for ranks, which get only the settings."""
+        assert settings.run.run_dir is not None
+        return cls(settings.run.run_dir, token)
+
+    def recorded(self, settings: Settings) -> Settings:
+        """Return the settings with absolute paths, for the ranks and for config.json."""
+        return settings.replace(run_dir=self.where, data_dir=settings.data.data_dir.absolute())
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is a local directory and not an address."""
+        return isinstance(self.where, Path)
+
+    @cached_property
+    def checkpoints(self) -> CheckpointStore:
+        """Raises ConfigError if the library for the address is not installed."""
+        return CheckpointStore(self.where / layout.CHECKPOINTS, fence(self.where, self._token))
+
+    @cached_property
+    def journal(self) -> Journal:
+        """The writer of events.jsonl and metrics.jsonl."""
+        return Journal(self.folder)
+
+    @cached_property
+    def mirror(self) -> Mirror:
+        """The copies of its files at the address."""
+        return Mirror(self.where, self.folder)
+
+    def push(self) -> None:
+        """Copy the files that have changed to the address."""
+        self.mirror.push()
+
+    @contextmanager
+    def at_hand(self) -> Iterator["RunDir"]:
+        """Yield the run with its files in a local directory, copied from its address. Raises OSError."""
+        if self.is_here:
+            yield self
+            return
+        with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
+            copied = RunDir(self.where, folder=Path(folder))
+            copied.mirror.fetch()
+            yield copied
+
+    def files(self) -> RunFiles:
+        """Return a new reader, which collects the problems of the files that it reads."""
+        return RunFiles(self.folder)
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Yield the lines of events.jsonl, after those of the older file if there is one."""
+        return read_events(self.folder)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the content of summary.json; empty if there is none."""
+        return self.files().read(layout.SUMMARY)
+
+    def write_summary(self, summary: Mapping[str, object]) -> None:
+        """Replace summary.json. Raises OSError."""
+        write_json_atomic(self.folder / layout.SUMMARY, summary)
+
+    def forget_summary(self) -> None:
+        """Remove the summary of an earlier end. Raises OSError."""
+        (self.folder / layout.SUMMARY).unlink(missing_ok=True)
+
+    def rank_log(self, rank: int) -> Path:
+        return self.logs / layout.rank_log(rank)
+
+    def node_log(self, node: int) -> Path:
+        return self.logs / layout.node_log(node)
+
+    def make_private(self) -> None:
+        """Create the directory with mode 700 if it is missing. Errors are left to the code that writes there.
+
+        Its files need no modes of their own, because no other user can enter the directory.
+        """
+        if self.is_here:
+            with suppress(OSError):
+                self.folder.parent.mkdir(parents=True, exist_ok=True)
+                self.folder.mkdir(mode=0o700)
+
+    @contextmanager
+    def made(self, is_first: bool = True) -> Iterator[None]:
+        """Call `make_private`; at the end, the first node removes empty directories that it created."""
+        made = [each for each in (self.folder, *self.folder.parents) if is_first and not exists(each)]
+        self.make_private()
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # not empty, or removed together with the lease on it
+                for each in made:
+                    if exists(each):
+                        each.rmdir()
+
+    def make_folder(self) -> None:
+        """Create `folder`. Raises OSError.
+
+        A directory below the temporary directory must belong to this user, so that no other user can plant
+        files there.
+        """
+        top = _temporary()
+        if self.folder.is_relative_to(top):
+            top.mkdir(mode=0o700, exist_ok=True)
+            if top.is_symlink() or top.stat().st_uid != os.getuid():
+                raise PermissionError(f"{top} belongs to another user; remove it or set TMPDIR")
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def make_logs(self) -> bool:
+        """Create the log directory for simulated nodes; return whether it is new. Raises ConfigError."""
+        is_new = not exists(self.logs)
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise unwritable(self.folder, error) from error
+        return is_new
+
+    def forget_mistake(self) -> None:
+        """Remove the logs of a launch that found only a configuration error, which the terminal has shown.
+
+        Without config.json there was no run.
+        """
+        if not exists(self.folder / layout.CONFIG):
+            shutil.rmtree(self.logs, ignore_errors=True)
+
+    @contextmanager
+    def lease(self, placement: Placement, should_stop: Callable[[], bool] = lambda: False) -> Iterator[Claim]:
+        """Hold the lease in this block. Raises ConfigError if another launch holds it."""
+        with closing(claim(self.where, restarted_as(placement), should_stop)) as mine:
+            yield mine
+
+    def crash_loop(self, is_ours: Callable[[], bool] = lambda: True) -> CrashLoop:
+        """Return the counter of starts; `is_ours` is checked before each write."""
+        return CrashLoop(self.where, self.folder, self.checkpoints, is_ours)
+
+
+def unwritable(where: PurePath, error: OSError) -> ConfigError:
+    reason = error.strerror or error
+    return ConfigError(f"cannot write to the run directory {where}: {reason}; give another --run-dir")
+
+
+def _temporary(where: PurePath | None = None) -> Path:
+    """Return this user's directory for runs at addresses, or that of the run at `where` in it."""
+    return Path(tempfile.gettempdir(), f"tandem-runs-{os.getuid()}", *(where.parts[1:] if where else ()))
