@@ -142,6 +142,7 @@ class Plain:
             plain = list(self._items(enumerate(value), depth))
             was = f"deque:{'' if value.maxlen is None else value.maxlen}"
         elif kind in (set, frozenset):
+            # A fixed order makes equal states equal bytes; repr orders mixed types.
             plain = sorted((_key(item) for item in value), key=repr)
             was = kind.__name__
         elif kind is bytearray:
@@ -199,6 +200,7 @@ def _as_it_was(plain: Any, was: str) -> Any:
         return deque(plain, int(detail) if detail else None)
     if was == "dtype":
         found = getattr(torch, plain)
+        # The name comes from a file, and torch has many attributes that are not dtypes.
         if not isinstance(found, torch.dtype):
             raise LookupError(plain)
         return found
@@ -218,6 +220,7 @@ def tensor_of(array: "np.ndarray[Any, Any]") -> Tensor:
     """Convert an array to a tensor, without a copy if torch can use its memory. Raises RefusedError."""
     if array.dtype.newbyteorder("=").name not in NUMBERS:
         raise UnsupportedValueError(f"a NumPy array of dtype {array.dtype}")
+    # torch.from_numpy rejects negative strides and foreign byte orders, and warns about read-only arrays.
     usable = array.flags.writeable and array.dtype.isnative and all(stride >= 0 for stride in array.strides)
     if not usable or any(stride % array.itemsize for stride in array.strides):
         array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")

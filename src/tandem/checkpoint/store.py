@@ -42,6 +42,7 @@ def translated(what: str, advice: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        # str() of an OSError begins with its number, which helps no reader.
         reason = error.strerror or str(error)
         raise CheckpointError(f"{what}: {reason}" + (f"; {advice}" if advice else "")) from error
 
@@ -120,6 +121,7 @@ class CheckpointStore:
         assert self._ours is not None
 
         def sealed(files: Entries) -> bytes:
+            # Before the fence, because `info` may wait for an evaluation and the run may be taken meanwhile.
             told = info() if callable(info) else info
             self._fence()  # the state is written, but nothing is published yet
             return render_manifest(step, files, told)
@@ -137,6 +139,7 @@ class CheckpointStore:
             self._storage.remove([self.path(step)])
             raise
         self._ours.add(step)
+        # This version wrote it, so it can load it and retention counts it again.
         self.unloadable.discard(step)
         return size
 
@@ -150,6 +153,7 @@ class CheckpointStore:
         if step not in self._scores:
             try:
                 found = self.info(step).get("eval", {})
+            # Retention must not fail for a damaged manifest; the next resume quarantines it.
             except CorruptCheckpointError:
                 found = {}
             self._scores[step] = {k: v for k, v in found.items() if isinstance(v, int | float)}
@@ -166,6 +170,7 @@ class CheckpointStore:
         if dry_run or not kept:
             return doomed
         if doomed:
+            # The older checkpoints are the only backup if the newest one did not reach the disk.
             self.verify(max(kept))
         with translated(f"cannot remove old checkpoints in {self.directory}"):
             self._fence()
@@ -179,6 +184,7 @@ class CheckpointStore:
         """Rename a damaged checkpoint so that it is not used again; return its new path."""
         there = self.set_aside()
         number = 1
+        # A step can be damaged more than once, and the earlier evidence is kept.
         while (name := f"corrupt-{self.path(step).name}-{number}") in there:
             number += 1
         with translated(f"cannot quarantine {self.path(step)}"):
@@ -200,6 +206,7 @@ class CheckpointStore:
         with translated(f"cannot move the checkpoints in {self.directory} aside"):
             aside = self.directory.with_name(name)
             number = 1
+            # The name has a resolution of one second.
             while self._storage.list(aside):
                 aside = aside.with_name(f"{name}-{number + 1}")
                 number = number + 1
@@ -218,6 +225,7 @@ class CheckpointStore:
         path = self.path(step) / MANIFEST
 
         def whole(file: StorageReader) -> bytes:
+            # A damaged size must not make a reader allocate that much memory.
             if file.size > LARGEST_BYTES:
                 raise CorruptCheckpointError(f"{path} has {file.size} bytes, too many for a manifest")
             return file.read(file.size)
@@ -241,6 +249,7 @@ class CheckpointStore:
             path = self.path(step) / name
 
             def sized(file: StorageReader, path: PurePath = path, wanted: Any = wanted) -> tuple[int, str]:
+                # The size is free to check; a truncated file is rejected before any byte is read.
                 check_size(path, wanted, file.size)
                 return measured(file)
 

@@ -39,6 +39,7 @@ class Buffers:
         keys = [_key(tensor) for tensor in tensors]
         distinct: dict[Key, Tensor] = {}
         for key, tensor in zip(keys, tensors, strict=True):
+            # torch.save stores tied tensors once only if they share memory in the copy too.
             distinct.setdefault(key, tensor)
         sources = list(distinct.values())
         on_gpu = any(source.is_cuda for source in sources)
@@ -46,6 +47,7 @@ class Buffers:
             self._settle(sources, on_gpu)
         if sources:
             copy_all(self._homes, sources, non_blocking=True)
+        # The copies are asynchronous; the next step would overwrite parameters that are still being read.
         for stream in streams_of(sources):
             stream.synchronize()
         homes = dict(zip(distinct, self._homes, strict=True))
@@ -132,6 +134,7 @@ class CheckpointWriter:
         not be loaded again, and CheckpointError if too many saves in a row have failed.
         """
         began = time.monotonic()
+        # There is one set of buffers, and the previous save still reads it.
         self.wait()
         skeleton, tensors = flatten(state)
         copied = unflatten(skeleton, self._buffers.copy(tensors))
@@ -183,6 +186,7 @@ class CheckpointWriter:
             self.problem = ""
         except CheckpointError as error:
             size = None
+            # `insist` may need it. It refers to the buffers, so there is no second copy.
             self._unsaved = (step, state, info)
             self.problem = str(error)
             self._failed(step, error)

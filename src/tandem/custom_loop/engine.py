@@ -110,6 +110,7 @@ class Engine:
         planned = settings.run.steps or settings.run.epochs * data.order.steps_per_epoch
         course = self._course(state, data, planned)
         stop = StopFlag().install()
+        # Each step reads the flag now, so a stop signal leads to a save.
         stop.is_heeded = True
         self._hear(stop)
         self._batches = Batches(
@@ -131,10 +132,12 @@ class Engine:
         Raises LoopLeftError if its loop has not ended.
         """
         batches = self._batches
+        # Loader processes ignore stop signals, and a script may leave its loop at any point.
         end_loaders()
         if batches is None:
             return code
         if not batches.is_over:
+            # A save that is still being written must not be cut off by the exit.
             self.session.saver.settle()
             if code == FINISHED:
                 # Without this error, the script would exit with 0 and the platform would not resume the run.
@@ -149,16 +152,19 @@ class Engine:
 
     def _settled(self, asked: Mapping[str, int | None]) -> Settings:
         length = {"steps", "epochs"}
+        # Steps and epochs are alternatives: a setting of one overrides the script's argument for both.
         beaten = self._chosen | (length if self._chosen & length else set())
         values = {n: v for n, v in asked.items() if v is not None and n not in beaten}
         return Settings.from_dict(self.settings.to_dict() | values)
 
     def _reader(self, settings: Settings, collate: Callable[[list[Any]], Any] | None) -> BatchReader:
         world = self.world
+        # The script splits its batches with run.parts, so the reader yields whole ones.
         whole = replace(settings.data, micro_batch_size=None)
         place = world.device, None, cores_of(world.position)
         reader = BatchReader(whole, settings.run.seed, world.rank, world.size, collate, *place)
         share = (reader.sizes or equal_shares(whole.batch_size, world.size))[world.rank]
+        # The exchange averages over ranks equally; this weights a rank by its number of samples.
         self.parts.share = share * world.size / whole.batch_size
         return reader
 
@@ -226,6 +232,7 @@ class Engine:
         with saver:
             pass
         # Ended early, between two saves.
+        # Only rank 0's saver knows the last step, but a save needs all ranks.
         if finished and self.world.broadcast_json(saver.last_step != course.step):
             with saver:
                 saver.save(course.step)

@@ -39,6 +39,7 @@ def start(argv: Sequence[str] = ()) -> "Run":
         )
     try:
         here = ScriptRank(argv)
+    # A script does not catch it, and a user needs one line instead of a stack trace.
     except TandemError as error:
         print(f"tandem: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from error
@@ -91,11 +92,13 @@ class Run:
         if self._state is not None:
             raise ConfigError("run.wrap was called after run.keep; wrap every model first, then keep them")
         world = self._engine.world
+        # With several devices, the script has placed the parts itself.
         if len(world.devices) == 1:
             model = model.to(world.device)
         if self._engine.settings.compute.sync_batchnorm:
             model = world.synchronise_batchnorm(model)
         model.register_forward_pre_hook(_tells(self._engine))
+        # DDP rejects a module without gradients; a frozen model only needs equal weights.
         if not any(parameter.requires_grad for parameter in model.parameters()):
             give_rank_0s_weights(model, world)
             return model
@@ -230,6 +233,7 @@ class Run:
             run.log(loss=loss, weight=model.weight.norm())
         """
         for name, value in numbers.items():
+            # `backward` reports the loss already.
             if name != "loss":
                 self._engine.backward.numbers.add(name, value)
 
@@ -251,6 +255,7 @@ def _tells(engine: Engine) -> Callable[..., None]:
     """
 
     def forward_begins(*_: Any) -> None:
+        # An evaluation inside the loop is not a part of the step's forward time.
         if engine.is_in_step and torch.is_grad_enabled():
             engine.clock.enter("forward")
 

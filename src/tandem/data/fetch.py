@@ -50,12 +50,14 @@ def whole_fetch(dataset: Any, collate: Collate | None = None, augment: bool = Fa
     """
     kind = type(dataset)
     getitem = getattr(kind, "__getitem__", None)
+    # A subclass that overrides either method returns other samples, so the parent may not be read directly.
     if getitem is Subset.__getitem__ and kind.__getitems__ is Subset.__getitems__:
         inner, chosen = whole_fetch(dataset.dataset, collate, augment), torch.as_tensor(dataset.indices)
         return inner and (lambda indices, epoch, seed: inner(chosen[indices], epoch, seed))
     if augment and hasattr(dataset, "augmented"):
         augmented: Fetch = dataset.augmented
         return augmented
+    # Compare the function, not the class: a subclass with its own __getitem__ transforms the rows.
     if collate is None and getitem is TensorDataset.__getitem__:
         return lambda indices, epoch, seed: [
             tensor.index_select(0, indices.to(tensor.device)) for tensor in dataset.tensors
@@ -69,8 +71,10 @@ def answers_in_batches(dataset: Any) -> bool:
     """Return True if `__getitems__` returns finished batches; some datasets return a list of samples."""
     if isinstance(dataset, Subset):
         return answers_in_batches(dataset.dataset)
+    # The trial below needs a sample.
     if isinstance(dataset, StackDataset) or not hasattr(dataset, "__getitems__") or len(dataset) == 0:
         return False
+    # The trial call may draw, and must not change what the run draws later.
     with kept_generators():
         seed_host_generators(0)
         return not isinstance(dataset.__getitems__([0]), list)
@@ -93,6 +97,7 @@ class SampleFetcher(Dataset[Batch]):
         self.dataset = dataset
         self.seed = seed
         self.collate = collate or default_collate
+        # A `__getitems__` is tried without seeds; it is abandoned if it draws (see `_samples`).
         self._seeded = set() if hasattr(dataset, "__getitems__") else {TORCH}
 
     def __getitem__(self, key: BatchKey) -> Batch:
@@ -101,6 +106,7 @@ class SampleFetcher(Dataset[Batch]):
         except Exception as error:
             if get_worker_info() is None or _can_be_sent(type(error)):
                 raise
+            # An error whose class cannot be pickled would never leave the worker.
             raise RuntimeError(f"{type(error).__name__}: {text_of(error)}") from error
 
     def _batch(self, key: BatchKey) -> Batch:
@@ -109,8 +115,10 @@ class SampleFetcher(Dataset[Batch]):
         of_batch = derive_seed(indices[0], BATCH, start=of_epoch)
         with kept_generators():
             samples = None
+            # At most a few rounds: each failed one adds a generator to `_seeded`, and there are three.
             while samples is None:
                 samples = self._samples(indices, of_epoch, of_batch)
+            # default_collate never draws, so it needs no seeds.
             if self.collate is not default_collate:
                 seed_host_generators(of_batch)
             return collated(self.collate, samples, step, epoch)
@@ -118,6 +126,7 @@ class SampleFetcher(Dataset[Batch]):
     def _samples(self, indices: list[int], of_epoch: int, of_batch: int) -> list[Any] | None:
         """Return the samples; None if they drew from a generator that was not seeded for each sample."""
         unseeded = [generator for generator in (TORCH, PYTHON, NUMPY) if generator not in self._seeded]
+        # The batch's seed and its first number: a different number afterward proves that a sample drew.
         untouched = [generator.first(of_batch) for generator in unseeded]
         if self._seeded:
             samples = []

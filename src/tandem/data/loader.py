@@ -169,6 +169,7 @@ def parts_of(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
     parts = []
 
     def cut(tensor: Tensor) -> Tensor:
+        # A tensor without dimensions cannot be sliced; it is a value of the whole batch.
         return tensor[begin : begin + size] if tensor.dim() and len(tensor) == samples else tensor
 
     for size in sizes:
@@ -184,6 +185,7 @@ def _loaded(
     loader: DataLoader[Batch] = DataLoader(
         samples,
         sampler=keys,
+        # torch must not collate again: an item is a finished batch.
         batch_size=None,
         num_workers=workers,
         collate_fn=_as_it_is,
@@ -198,6 +200,7 @@ def _loaded(
     )
     with _kept_from_forks() if workers else nullcontext():
         batches = iter(loader)  # starts the workers
+    # A failed rank may never finish this generator, so `end_loaders` must find its workers.
     _read.append(batches)
     try:
         for batch in batches:
@@ -231,6 +234,7 @@ def _kept_from_forks() -> Iterator[None]:
     A destructor may wait for a thread, and a forked process has none of this process's threads: torch's store
     server crashes a worker that collects it.
     """
+    # A caller may have frozen objects before; unfreezing would release those too.
     frozen = gc.get_freeze_count()
     gc.freeze()
     try:
@@ -250,6 +254,7 @@ def _start_worker(rank: int, ends_with_parent: bool, _worker: int) -> None:
     A worker must also end immediately with its parent, the `rank`; torch checks only every five seconds.
     """
     ignore_stop_signals()
+    # The signal would also come when a helper thread that made the loader ends.
     if ends_with_parent:
         end_with_parent(signal.SIGKILL)
         if os.getppid() != rank:  # the rank has just ended
@@ -272,6 +277,7 @@ def moved(batch: Batch, device: torch.device) -> Batch:
         return there
 
     there = _mapped(batch, move)
+    # One wait for the whole batch: the GPU waits for the copies, the host does not.
     current.wait_stream(side)
     return there
 
@@ -294,9 +300,11 @@ def _mapped(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
     if is_dataclass(batch) and not isinstance(batch, type):
         made = copy(batch)
         for each in fields(batch):
+            # A frozen dataclass refuses plain assignment.
             object.__setattr__(made, each.name, _mapped(getattr(batch, each.name), function))
         return made
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        # A namedtuple takes its values as separate arguments, unlike a tuple.
         return type(batch)(*(_mapped(value, function) for value in batch))
     if isinstance(batch, tuple | list):
         return type(batch)(_mapped(value, function) for value in batch)

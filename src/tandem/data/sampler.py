@@ -103,6 +103,7 @@ class TrainBatches:
         """Samples of this rank in every step."""
         self._micro_steps = 1
         if micro_batch_size is not None:
+            # The largest share sets the count, and the smallest limits it: no micro-batch may be empty.
             self._micro_steps = min(-(-max(sizes) // micro_batch_size), min(sizes))
 
     def micro_steps(self, step: int) -> int:
@@ -112,6 +113,7 @@ class TrainBatches:
     def micro_sizes(self, step: int) -> list[int]:
         """Return the number of samples in each of this rank's micro-batches of a step."""
         size, rest = divmod(self.share_size, self._micro_steps)
+        # The same split as tensor_split: the first parts get the extra samples.
         return [size + (i < rest) for i in range(self._micro_steps)]
 
     def micro_batches(self) -> Iterator[tuple[int, Tensor]]:

@@ -79,6 +79,7 @@ class ProcessGroup:
         try:
             store = open_store(position, timeout)
             if position.world_size > 1:
+                # The others cannot open their group before rank 0 arrives in `check_same_kind`.
                 if position.rank == 0:
                     forget_dump_signal(store)
                 announce(store, position)
@@ -160,6 +161,7 @@ class ProcessGroup:
         """Gather a JSON value from every rank, ordered by rank, on all ranks; for rare and small values."""
         mine = bytearray(json.dumps(value).encode())
         lengths = self.gather(len(mine))
+        # all_gather needs equal sizes. JSON ignores the spaces at the end.
         padded = torch.frombuffer(mine.ljust(max(lengths), b" "), dtype=torch.uint8).to(self.device)
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded)
@@ -175,6 +177,7 @@ class ProcessGroup:
                 stop = min(start + BROADCAST_CHUNK_BYTES, lengths[rank])
                 if self.rank == rank:
                     chunk = torch.frombuffer(bytearray(payload[start:stop]), dtype=torch.uint8)
+                    # Point to point: all_gather would need the memory for all payloads on every rank.
                     dist.send(chunk.to(self.device), dst=0)
                 elif self.is_first:
                     chunk = torch.empty(stop - start, dtype=torch.uint8, device=self.device)
@@ -192,6 +195,7 @@ class ProcessGroup:
         for start in range(0, total, BROADCAST_CHUNK_BYTES):
             length = min(BROADCAST_CHUNK_BYTES, total - start)
             if payload is not None:
+                # A copy, because torch warns about tensors over read-only bytes.
                 chunk = torch.frombuffer(bytearray(payload[start : start + length]), dtype=torch.uint8)
                 chunk = chunk.to(self.device)
             else:
@@ -211,6 +215,7 @@ class ProcessGroup:
         if self.is_first:
             try:
                 result = action()
+            # Without this, the other ranks would wait in the broadcast until its timeout.
             except ConfigError as error:
                 problem = str(error)
         if problem := str(self.broadcast_json(problem)):
@@ -237,8 +242,10 @@ class ProcessGroup:
     def check_same_settings(self, settings: Mapping[str, object]) -> None:
         """Raise ConfigError for the first key in which this rank differs from rank 0."""
         reference = self.broadcast_json(dict(settings))
+        # Rank 0's values went through JSON, which turns tuples into lists.
         mine = json.loads(json.dumps(dict(settings)))
         different = [key for key in sorted({*reference, *mine}) if reference.get(key) != mine.get(key)]
+        # All ranks must leave together; one that continued would wait for the others in its next collective.
         if self.sum([float(bool(different))])[0] == 0:
             return
         if different:
@@ -256,6 +263,7 @@ class ProcessGroup:
         if self.position.local_rank == 0:
             try:
                 action()
+            # Kept until the sum, in which the other ranks wait.
             except Exception as caught:
                 error = caught
         failed = self.sum([float(error is not None)])[0]

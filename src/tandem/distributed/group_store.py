@@ -43,6 +43,7 @@ def listen(host: str, port: int) -> tuple[int, int]:
     """
     listener = socket.socket()
     try:
+        # A restart must not wait for the TIME_WAIT of an earlier store's connections.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen()
@@ -73,6 +74,7 @@ def connect_store(
     def connect() -> None:
         try:
             made.put(TCPStore(host, port, is_master=False, timeout=timeout))
+        # The waiting thread raises it; here it would only print a stack trace.
         except BaseException as error:
             made.put(error)
 
@@ -130,6 +132,7 @@ def open_store(position: Position, timeout: timedelta) -> Any:
         own = connect_store(host, port, patience, position.patience)
     store = PrefixStore(position.job, own) if position.job else own
     wait_for_all(store, position)
+    # The patience for late nodes ends here; from now on the collectives' timeout applies.
     own.set_timeout(timeout)
     return store
 
@@ -144,6 +147,7 @@ def wait_for_all(store: Any, position: Position) -> None:
     speaks_at = began + WAITING_WORD_SECONDS
     store.set(f"here/{position.rank}", "")
     count = store.add("here", 1)
+    # Poll, because a blocking wait could not report who is missing.
     while count < size:
         time.sleep(RENDEZVOUS_POLL_SECONDS)
         count = store.add("here", 0)
@@ -168,6 +172,7 @@ def wait_for_all(store: Any, position: Position) -> None:
 def check_fresh(path: Path, now: float) -> None:
     """Raise ConfigError for a rendezvous file of an earlier run, which has the addresses of its ranks."""
     with contextlib.suppress(OSError):
+        # A new file is written by the ranks of this start, so only its age distinguishes an old one.
         age = now - path.stat().st_mtime
         if age > MEETING_FILE_SECONDS and path.stat().st_size:
             raise ConfigError(

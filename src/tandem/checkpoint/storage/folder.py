@@ -102,6 +102,7 @@ class Folder:
         _sweep(directory, ".tmp-*")
 
     def _write(self, target: Path, payload: Payload, manifest: Callable[[Entries], bytes]) -> int:
+        # In the same directory, because rename(2) does not cross file systems.
         temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}-{secrets.token_hex(4)}")
         try:
             os.mkdir(temporary)
@@ -129,6 +130,7 @@ class Folder:
         if not is_directory(target.parent):
             make_directory(target.parent)
         rename(source, target)
+        # The next save must create the directory again and fsync its name.
         if source == self._anchored:
             self._anchored = None
         for parent in {target.parent: None, source.parent: None}:
@@ -223,6 +225,7 @@ def _sweep(directory: Path, pattern: str) -> None:
 
 def write_file(path: Path, payload: Payload) -> Sink:
     """Write and fsync a new file. Raises OSError, and FsyncError if only the fsync failed."""
+    # O_EXCL: two writers must never mix their bytes in one file.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         sink = Sink(lambda data: os.write(descriptor, data))
@@ -251,6 +254,7 @@ def make_directory(path: Path) -> None:
         make_directory(path.parent)
         with suppress(FileExistsError):
             os.mkdir(path)
+    # Names above the mount point belong to another volume. The root directory is its own parent.
     if path.stat().st_dev == path.parent.stat().st_dev and path != path.parent:
         try:
             fsync_directory(path.parent)
