@@ -70,6 +70,7 @@ def wanted(options: argparse.Namespace) -> Cluster:
 def up(options: argparse.Namespace) -> int:
     """Build if needed, start, follow, and return the job's code."""
     cluster = wanted(options)
+    # Without monitoring.yaml, Compose would remove a running Prometheus as an orphan.
     cluster = replace(cluster, watched=cluster.watched or is_watched(options.project))
     shape = shape_of(cluster)
     port = int(cluster.variables["METRICS_PORT"])
@@ -83,6 +84,7 @@ def up(options: argparse.Namespace) -> int:
     check_free(port)
     if not options.image:
         build(cluster)
+    # After the build, because these checks run in a container of the image.
     check_shape(cluster, shape)
     check_volumes(cluster)
     shaped = f", {shape}" if shape else ""
@@ -129,6 +131,7 @@ def variables_of(options: argparse.Namespace, nodes: int, port: int) -> dict[str
     }
     if shipped.checkout() is None:  # an installed wheel has no examples
         variables.setdefault("TASKS", str(HERE))
+    # Compose resolves a relative path from the Compose file's directory, not from the user's.
     if rules := os.environ.get("RULES"):
         variables["RULES"] = str(Path(rules).resolve())
         if not Path(rules).is_file():
@@ -190,6 +193,7 @@ def follow(job: ClusterJob) -> None:
         ["docker", *job.cluster.command("logs", "--follow", "node")],
         env=job.cluster.environment(),
         stdout=subprocess.PIPE,
+        # Ctrl-C must not end the logs: they show how the nodes save.
         start_new_session=True,
     ) as logs:
         threading.Thread(target=show, args=[logs], daemon=True).start()
@@ -234,6 +238,7 @@ def remove_metrics(cluster: Cluster, mine: Sequence[str] | None = None) -> None:
 def down(options: argparse.Namespace) -> int:
     """Stop a running job and report its result; then remove containers, network and optionally volumes."""
     cluster = Cluster(options.project, {}, watched=True)
+    # `down` alone would remove the nodes without a report of the job's result.
     end(options.project)
     everything = ["--volumes"] if options.volumes == "1" else []
     remove_all(cluster, everything)
@@ -316,10 +321,12 @@ def scale(options: argparse.Namespace) -> int:
     secret = job_secret.make(found.project, {**variables_in_dotenv(), **os.environ})
     more = {**limits_given(), "NODES": str(nodes), "SECRET_FILE": str(secret)}
     variables = {**found.variables, **more}
+    # A number of threads that the user chose stays.
     if OURS in variables:
         variables |= share_of(nodes, variables)
     cluster = replace(found, variables=variables)
     start(cluster)
+    # New containers have new networks, and the `up` that would shape them has ended.
     keep_shape(cluster, {})
     say(f"cluster {cluster.project}: {before} nodes stopped, {nodes} started; see them: make compose-logs")
     return 0

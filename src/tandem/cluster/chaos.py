@@ -59,6 +59,7 @@ class ChaosRow:
 def live_step(cluster: Cluster) -> int | None:
     """Return the step on the metrics page; None if node 0 does not answer or does not train."""
     address = docker("port", f"{cluster.project}-metrics-1", "19469", check=False).strip()
+    # Node 0 may be down or restarting because of the fault.
     with contextlib.suppress(OSError, ValueError):
         with urllib.request.urlopen(f"http://{address.splitlines()[0]}/api/run", timeout=2) as answer:
             run = json.load(answer)
@@ -82,6 +83,7 @@ def until(cluster: Cluster, condition: Callable[[], bool], what: str, seconds: f
 def is_between_checkpoints(cluster: Cluster) -> bool:
     """Return True if the run trains, has steps to lose, and has two checkpoints (one may get damaged)."""
     saved = [int(str(event["step"])) for event in cluster.events() if event["kind"] == "checkpoint"]
+    # `corrupt-checkpoint` damages the newest checkpoint, and needs an older one to resume from.
     return len(saved) > 1 and (live_step(cluster) or 0) > saved[-1]
 
 
@@ -93,6 +95,7 @@ def break_it(cluster: Cluster, name: str, index: int) -> ChaosRow:
     scene = Scene(cluster, node, live_step(cluster) or 0, cluster.events()[-1], node.starts)
     began = time.monotonic()
     done = fault.inject(scene)
+    # Read after the fault: for a node that is only paused, training must get past this step.
     lifted_at_step = live_step(cluster) or 0
     happened, shaped = "", dict[str, str]()
 
@@ -152,6 +155,7 @@ def table(project: str, image: str, index: int) -> int:
                 say(f"{name}: FAILED: {error}")
                 failed += 1
     finally:
+        # All rows use the same project, so this removes the clusters of all faults.
         baseline.compose("down", "--volumes", "--remove-orphans")
     print("\n| fault | what was done | what happened | training again | steps lost | same weights |")
     print("|---|---|---|---|---|---|")
@@ -177,6 +181,7 @@ def chaos(options: argparse.Namespace) -> int:
     if options.fault == "all":
         return table(OWN_PROJECT, options.image or DEFAULT_IMAGE, index)
     cluster = Cluster.found(options.project)
+    # Node 1 is only the default: a cluster of one node has none.
     if len(cluster.nodes()) <= index and not options.node:
         index = 0
     print(break_it(cluster, options.fault, index), flush=True)

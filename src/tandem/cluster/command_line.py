@@ -113,6 +113,7 @@ def run(options: argparse.Namespace) -> int:
 
     Raises TandemError.
     """
+    # SIGTERM ends like Ctrl-C, so that the nodes are stopped and can save.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         check_project(options.project)
@@ -120,6 +121,7 @@ def run(options: argparse.Namespace) -> int:
         for name in SWITCHES:
             check_switch(name.upper(), getattr(options, name))
         action = ACTIONS[options.action]
+        # Before the engine is queried, so that a typo is reported even without Docker.
         action.check(options)
         check_engine()
         check_compose()
@@ -143,4 +145,5 @@ def main(words: Sequence[str]) -> int:
         print(f"tandem: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
+        # 128 + SIGINT, as a shell reports Ctrl-C.
         return 130

@@ -46,6 +46,7 @@ def get(options: argparse.Namespace) -> int:
     volume = volume_of(options.project)
     run = options.run
     named = project_word(options.project)
+    # `docker run -v` would create a missing volume.
     if not exists(volume):
         raise ClusterError(
             f"there is no volume {volume} here, so no run of {options.project}; "
@@ -90,6 +91,7 @@ def _saying_what_to_type(folder: Path, options: argparse.Namespace) -> Iterator[
 def _bring(volume: str, image: str, run: str, folder: Path) -> int:
     """Return 0, CHANGED or NO_SUCH_RUN. Raises ClusterError and OSError."""
     folder.parent.mkdir(parents=True, exist_ok=True)
+    # Next to the target, because a rename is atomic only within one file system.
     with tempfile.TemporaryDirectory(prefix=".compose-get-", dir=folder.parent) as place:
         within = Path(place, "run")
         within.mkdir()
@@ -101,7 +103,9 @@ def _bring(volume: str, image: str, run: str, folder: Path) -> int:
 
 def _copy(source: Sequence[str], folder: Path, what: str, volume: str) -> int:
     """Unpack the archive that the command writes; return the command's exit code. Raises ClusterError."""
+    # -o: files belong to this user, and not to the user ID of the containers.
     unpack = ["tar", "-x", "-o", "-f", "-", "-C", str(folder)]
+    # A file, because a full pipe of errors would block the archive.
     with tempfile.TemporaryFile("w+") as errors:
         with subprocess.Popen(source, stdout=subprocess.PIPE, stderr=errors) as archive:
             unpacked = subprocess.run(unpack, stdin=archive.stdout, capture_output=True, text=True)
@@ -110,6 +114,7 @@ def _copy(source: Sequence[str], folder: Path, what: str, volume: str) -> int:
     code = archive.returncode
     if code == NO_SUCH_RUN:
         return code
+    # A program that never started leaves tar an empty input, and its own error is the cause.
     if unpacked.returncode and code not in NOT_STARTED:
         said = (unpacked.stderr.strip().splitlines() or ["no output"])[0]
         raise ClusterError(f"{what} cannot be written into {folder.parents[1]}: {said}")

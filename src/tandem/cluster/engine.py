@@ -192,6 +192,7 @@ class Cluster:
     @classmethod
     def found(cls, project: str) -> "Cluster":
         """Return the running cluster with its original variables. Raises ClusterError if there is none."""
+        # -a, because scale and logs also work after the nodes have ended.
         mine = ("--filter", f"label=com.docker.compose.project={project}", "--filter", f"label={VARIABLES}")
         kept = docker("ps", "-a", *mine, "--format", f'{{{{.Label "{VARIABLES}"}}}}').splitlines()
         if not kept or not kept[0]:
@@ -206,6 +207,7 @@ class Cluster:
         dotenv = ["--env-file", str(ROOT / ".env")] if (ROOT / ".env").is_file() else []
         chosen = [word for name in files for word in ("-f", str(HERE / name))]
         chosen += ["-f", self.variables[OVERRIDE]] if OVERRIDE in self.variables else []
+        # Compose would decide by its own output, which is a pipe.
         colours = ["--ansi", "always" if sys.stdout.isatty() else "never"]
         return ["compose", *colours, "-p", self.project, *dotenv, *chosen, *arguments]
 
@@ -248,6 +250,7 @@ class Cluster:
         found = docker("ps", "-aq", "--filter", mine[0], "--filter", mine[1]).split()
         if not found:
             return []
+        # A container may be removed after the listing. `docker inspect` then fails, but prints the others.
         described = json.loads(docker("inspect", *found, check=False) or "[]")
         return sorted((_node(each) for each in described), key=lambda node: node.index)
 
@@ -267,6 +270,7 @@ class Cluster:
 
     def read_dated(self, path: str) -> tuple[str, float] | None:
         """Return a file like `read`, and when it was written (Unix seconds)."""
+        # `docker cp`, because `docker exec` needs a running container.
         ended = subprocess.run(
             ["docker", "cp", f"{self.project}-node-1:{path}", "-"], capture_output=True, timeout=CALL_SECONDS
         )
@@ -280,12 +284,14 @@ class Cluster:
     def events(self) -> list[dict[str, object]]:
         """Return the run's events so far; if the file begins with counts, it continues the older file."""
         found = self._events(layout.EVENTS)
+        # A rotated file begins with the counts of the older one.
         if not found or found[0]["kind"] == "counted":
             found = self._events(layout.EVENTS + layout.OLDER) + found[1:]
         return found
 
     def _events(self, name: str) -> list[dict[str, object]]:
         lines = (self.read(f"{self.run_dir}/{name}") or "").splitlines()
+        # The last line may be incomplete, because the run continues to write.
         return [json.loads(line) for line in lines if line.endswith("}")]
 
     def summary(self) -> dict[str, object] | None:
@@ -295,6 +301,7 @@ class Cluster:
 
     def helper(self, *arguments: str, options: Sequence[str] = (), check: bool = True) -> str:
         """Run a program of the image as root in a separate container, with the given docker options."""
+        # No network unless asked for: the helper is root.
         own = ["--rm", "--user", "0", "--network", "none", "--entrypoint", arguments[0]]
         if any(option.startswith("--network") for option in options):
             own = ["--rm", "--user", "0", "--entrypoint", arguments[0]]
@@ -302,6 +309,7 @@ class Cluster:
 
     def inside(self, node: Node, program: str, *arguments: str, check: bool = True) -> str:
         """Run Python source in the node's container, as the user that trains."""
+        # The source goes through stdin, so it needs no file in the read-only container.
         return docker("exec", "-i", node.identity, "python3", "-", *arguments, text=program, check=check)
 
 
@@ -344,6 +352,7 @@ def _node(described: Mapping[str, object]) -> Node:
         status=str(state["Status"]),
         exit_code=int(state["ExitCode"]),
         pid=int(state["Pid"]),
+        # RestartCount does not include the first start.
         starts=int(str(described["RestartCount"])) + 1,
         started_at=str(state["StartedAt"]),
         gateway=next((str(each["Gateway"]) for each in network["Networks"].values()), ""),
@@ -354,4 +363,5 @@ def _node(described: Mapping[str, object]) -> Node:
 def free_bytes_of_engine() -> int | None:
     """Return the free space for images and volumes; None if the engine is on another machine."""
     root = docker("info", "--format", "{{.DockerRootDir}}", check=False).strip()
+    # The engine's directory is a path of its own machine, which may not be this one.
     return shutil.disk_usage(root).free if root and Path(root).is_dir() else None

@@ -17,7 +17,9 @@ PAUSE_SECONDS = 6.0
 FREEZE_ATTEMPTS = 5
 PARTITION_SECONDS = 15.0
 SLOW_SECONDS = 8.0
+# Docker's --cpus: fractions of a core.
 SLOW_CPUS = 0.1
+# A few pages of tmpfs, less than any checkpoint.
 FULL_BYTES = 16 * 1024
 POLL_SECONDS = 0.25
 FILL_SECONDS = 120.0
@@ -179,6 +181,7 @@ def _partition(scene: Scene) -> str:
 
 def _slow(scene: Scene) -> str:
     said = docker("inspect", "--format", "{{.HostConfig.NanoCpus}}", scene.node.identity).strip()
+    # NanoCpus is 0 without a limit; then all of the engine's cores are the limit afterward.
     before = int(said) / 1e9 or float(docker("info", "--format", "{{.NCPU}}").strip())
     docker("update", "--cpus", str(SLOW_CPUS), scene.node.identity)
     try:
@@ -191,6 +194,7 @@ def _slow(scene: Scene) -> str:
 def _disk_full(scene: Scene) -> str:
     """Mount a full file system over the checkpoints, visible only to node 0, until a save has failed."""
     folder = f"{scene.cluster.run_dir}/checkpoints"
+    # See docs/architecture.md#design-changes: mount needs SYS_ADMIN, and nsenter needs SYS_PTRACE.
     options = ["--pid=host", "--cap-add", "SYS_ADMIN", "--cap-add", "SYS_PTRACE"]
     enter = f"nsenter --target {scene.node.pid} --mount --pid -- "
     full = f"mount -t tmpfs -o size={FULL_BYTES},mode=0777 full {folder}"
@@ -202,6 +206,7 @@ def _disk_full(scene: Scene) -> str:
                 raise ClusterError(f"no save came within {FILL_SECONDS:.0f} s; lower TANDEM_CHECKPOINT_EVERY")
             time.sleep(POLL_SECONDS)
     finally:
+        # Lazy, because a failed save may still have a file open there.
         scene.cluster.helper("sh", "-c", f"{enter}umount -l {folder}", options=options)
     return "filled the checkpoint volume until a save failed"
 
@@ -221,6 +226,7 @@ def _stop(scene: Scene) -> str:
     scene.cluster.compose("stop", "node")
     codes = [node.exit_code for node in scene.cluster.nodes()]
     scene.note = int(str((scene.cluster.summary() or {}).get("last_checkpoint_step", 0)))
+    # The stop saves a checkpoint, so steps until then are not lost.
     scene.step = scene.note
     scene.cluster.compose("start", "node")
     if set(codes) != {143}:

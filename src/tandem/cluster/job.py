@@ -33,6 +33,7 @@ class ClusterJob:
     @property
     def unfinished(self) -> list[Node]:
         """The nodes that ran or were about to restart when last checked."""
+        # A removed node keeps its last status, which may be `running`.
         there = [node for node in self.nodes.values() if node.identity not in self.gone]
         return [node for node in there if node.is_unfinished]
 
@@ -67,6 +68,7 @@ class ClusterJob:
         if node.identity not in self.gone or not node.is_unfinished:
             return node.exit_code
         code = code_of_removed(node.identity, node.created)
+        # `docker rm --force` kills a running container.
         return KILLED if code is None else code
 
     def summary(self, code: int) -> dict[str, object] | None:

@@ -34,6 +34,7 @@ def make(project: str, given: Mapping[str, str]) -> Path:
         raise ClusterError(f"{GIVEN_FILE}: cannot read {file}: {error}; make it readable") from error
     path = path_of(project)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # mkdir changes no mode of an existing directory.
     path.parent.chmod(0o700)
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o444), "w", encoding="utf-8") as out:

@@ -57,6 +57,7 @@ class LinkShape:
 
 def has_netem(cluster: Cluster) -> bool:
     """Return True if this kernel can delay and drop packets."""
+    # On `lo` of the helper's own namespace, so no node is affected.
     tried = "tc qdisc add dev lo root netem delay 1ms && echo yes"
     return "yes" in cluster.helper("sh", "-c", tried, options=["--cap-add", "NET_ADMIN"], check=False)
 

@@ -90,6 +90,7 @@ def checked_port(text: str) -> int:
 def check_free(port: int) -> None:
     """Check that the metrics port is free. Raises ClusterError."""
     with socket.socket() as probe:
+        # Without it, connections in TIME_WAIT of an earlier cluster would make the port look taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))

@@ -38,7 +38,9 @@ def reader(volume: str, image: str, script: str, *arguments: str) -> list[str]:
     It may read all files, even those of other users, and write none.
     """
     allowed = ["--user", "0", "--cap-drop", "ALL", "--cap-add", "DAC_READ_SEARCH", "--read-only"]
+    # tini forwards signals and reaps: a shell as process 1 would ignore SIGTERM.
     apart = ["--pull", "never", "--network", "none", "--no-healthcheck", "--entrypoint", "tini"]
+    # nocopy: an empty volume must not be filled with the image's files.
     mount = ["-v", f"{volume}:/checkpoints:ro,nocopy"]
     shell = ["--", "sh", "-c", script, "sh", *arguments]
     return ["docker", "run", "--rm", *apart, *allowed, *mount, image, *shell]

@@ -41,6 +41,7 @@ def _task(options: argparse.Namespace, given: Mapping[str, str]) -> dict[str, st
     task = options.task or given.get("TANDEM_TASK", "digits")
     found = {"TANDEM_TASK": task, "COMMAND": shlex.join(["launch", *_words("ARGS", options.args)])}
     path, colon, name = task.partition(":")
+    # Any other name is a built-in task or a module of the image.
     if colon and path.endswith(".py"):
         if not Path(path).is_file():
             raise ClusterError(
@@ -61,6 +62,7 @@ def _script(options: argparse.Namespace) -> dict[str, str]:
     if not path.is_file():
         what = "is a directory" if path.is_dir() else "is not there"
         raise ClusterError(f"{named} {what}; give the path of a Python script: SCRIPT=train.py")
+    # Resolved, because a link's target would be outside the mounted directory.
     file = _readable(named, path.resolve())
     problem = problem_of_script(path)
     if problem:

@@ -18,6 +18,7 @@ class RemotePath(PurePosixPath):
     """A remote address such as s3://bucket/prefix."""
 
     def __str__(self) -> str:
+        # pathlib collapses the two slashes of an address into one.
         return super().__str__().replace(":/", "://", 1)
 
     @property
@@ -40,12 +41,14 @@ def address(text: str | PurePath) -> PurePath:
     if found is None:
         return Path(text)
     scheme, slashes, host, rest = found.groups()
+    # Checked before the scheme is known: a password must not appear in the error about a bad scheme either.
     if re.match(r"[^@]*:[^@]*@", host):
         raise ConfigError(
             f"the address {scheme}://USER:PASSWORD@{host.rpartition('@')[2]}{rest} contains a password, "
             f"which would appear in logs; remove it and set FSSPEC_{scheme.upper()}='{{...}}' instead"
         )
     if scheme in SCHEMES:
+        # One slash, so that both spellings of an address give equal paths.
         return RemotePath(f"{scheme}:/{host}{rest}")
     # A single slash after an unknown scheme is a local path that contains a colon.
     if slashes == "/":

@@ -87,6 +87,7 @@ class Parser(argparse.ArgumentParser):
             description=summary + also,
             epilog=examples_of(verb),
             formatter_class=_Lines,
+            # A new setting would make an abbreviation ambiguous that a user's scripts rely on.
             allow_abbrev=False,
             add_help=False,
             exit_on_error=False,
@@ -106,6 +107,7 @@ class Parser(argparse.ArgumentParser):
         if annotation is bool:
             self.add_argument(flag, action="store_true", help=_escaped(help_text))
             return
+        # An option's valid values are kept for `_mistake`, which gets only the flag from argparse.
         self._valid[flag] = words_of(annotation)
         text = f"{help_text}\n[{'' if default is None else f'default {default}; '}{words_of(annotation)}]"
         read = _reader(annotation)
@@ -122,6 +124,7 @@ class Parser(argparse.ArgumentParser):
                 if key is not None and flag not in self._option_string_actions:
                     self._keep(flag, key, TASK_VALID)
         try:
+            # parse_args would report unknown flags itself, without the nearest match.
             found, rest = self.parse_known_args(list(words))
         except argparse.ArgumentError as error:
             raise self._mistake(str(error.argument_name), error.message) from None
@@ -129,6 +132,7 @@ class Parser(argparse.ArgumentParser):
             flag = rest[0].partition("=")[0]
             if self._takes_settings and (gone := instead_of("flag", flag)):
                 raise ConfigError(gone)
+            # A setting that a strict verb does not read is not a typo, so the nearest match would mislead.
             if self._takes_settings and flag in FLAGS:
                 raise ConfigError(f"{flag} has no effect on `{self.prog}`; remove it. {self._help}")
             meant = meant_by(flag) if self._takes_settings else None
@@ -137,6 +141,7 @@ class Parser(argparse.ArgumentParser):
             hint = "; settings are flags such as --epochs 4" if self._takes_settings else ""
             if rest[0].endswith(".py"):
                 hint = f"; for a script: `tandem launch {rest[0]}`; for a task: --task {rest[0]}:CLASS"
+            # A user may expect that --json takes a file, which argparse would call an unexpected argument.
             if "--json" in words and words[list(words).index("--json") + 1 :][:1] == rest[:1]:
                 raise ConfigError(self._switch("--json", rest[0]))
             raise ConfigError(f"unexpected argument {rest[0]!r}{hint}. {self._see}")
@@ -188,6 +193,7 @@ class Parser(argparse.ArgumentParser):
         if setting.is_switch:
             metavar = "true|false" if setting.annotation is bool else "MODE"
             switch = {"nargs": "?", "const": setting.bare, "metavar": metavar}
+        # This key only reserves `--task.NAME` in the help; `read` adds the flags that are typed.
         key = "task.NAME" if setting.is_table else setting.name
         listed = _escaped(text) if is_listed else argparse.SUPPRESS
         self._keep(setting.flag, key, setting.valid, group, help=listed, **switch)
@@ -196,10 +202,12 @@ class Parser(argparse.ArgumentParser):
 
     def _keep(self, flag: str, key: str, valid: str, group: Any = None, **more: Any) -> None:
         self._valid[flag] = valid
+        # SUPPRESS: `given` alone says what was typed, so no flag gets an attribute with a default.
         more = {"metavar": "VALUE", "help": argparse.SUPPRESS} | more
         (group or self).add_argument(flag, action=_Keep, dest=key, default=argparse.SUPPRESS, **more)
 
     def _mistake(self, flag: str, message: str) -> ConfigError:
+        # argparse has no error codes, so its messages are recognized by their text.
         if message.startswith("expected one argument"):
             expected = self._valid.get(flag, "text")
             return ConfigError(f"{flag}: missing value; expected {expected}. {self._see}")
@@ -235,6 +243,7 @@ class _Lines(argparse.HelpFormatter):
 
 
 def _escaped(text: str) -> str:
+    # argparse expands % in help texts.
     return text.replace("%", "%%")
 
 
@@ -251,4 +260,5 @@ def _reader(annotation: Any) -> Callable[[str], Any]:
 
 def as_flags(given: Mapping[str, Given]) -> list[str]:
     """Return the given settings as arguments for another tandem process."""
+    # One word per flag: a value that begins with a dash would otherwise be read as a flag.
     return [f"--{key.replace('_', '-')}={value.text}" for key, value in given.items()]

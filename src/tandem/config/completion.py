@@ -60,6 +60,8 @@ def script(shell: str, parsers: Mapping[str, Parser], summaries: Mapping[str, st
     values: dict[str, set[str]] = {}
     for each in (flag for of_verb in flags.values() for flag in of_verb):
         if each.values:
+            # The script's case has one row per flag, and a flag such as --format can have other values in
+            # another verb.
             values.setdefault(each.name, set()).update(each.values)
     return BASH.format(
         shell=shell,
@@ -83,7 +85,9 @@ def flags_of(parser: Parser) -> list[Flag]:
     """Return all flags in the parser's help, and --help."""
     by_flag = {setting.flag: setting for setting in SETTINGS.values()}
     found = [Flag("--help", "what this verb takes", False, ())]
+    # argparse has no public list of a parser's arguments.
     for action in parser._actions:
+        # `--task.NAME` is a placeholder that no one can type.
         for name in (each for each in action.option_strings if not each.endswith(".NAME")):
             setting = by_flag.get(name)
             words = tuple(map(str, action.choices or ())) or (words_in(setting.annotation) if setting else ())
@@ -119,4 +123,5 @@ def _fish(
 
 
 def _quoted(text: str) -> str:
+    # fish reads backslashes inside single quotes, unlike POSIX shells.
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -24,6 +24,7 @@ class Valid:
     holds: Callable[[Any], bool] = lambda value: True
 
     def __get_pydantic_core_schema__(self, source: Any, handler: "GetCoreSchemaHandler") -> "CoreSchema":
+        # Imported here, like pydantic below: `--help` describes all types and converts no value.
         from pydantic_core.core_schema import no_info_after_validator_function
 
         def check(value: Any) -> Any:
@@ -68,10 +69,12 @@ def _is_cadence(text: str, not_in: str = "") -> bool:
 
 
 def _is_resume(text: str) -> bool:
+    # A path object is always true. The call is for the ConfigError about a bad address.
     return bool(address(text))
 
 
 def _is_address(text: str, lowest: int = 1) -> bool:
+    # ASCII, because \d and \w also match digits and letters of other scripts, which a resolver rejects.
     found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):(\d{1,5})", text, re.ASCII)
     return found is not None and lowest <= int(found[2]) <= 65535
 
@@ -82,6 +85,7 @@ def _listening(text: str) -> str:
 
 
 def _ends_in_tensorboard(value: Any) -> bool:
+    # Both orders of two trackers mean the same, so one of them becomes the stored form.
     return isinstance(value, str) and value.endswith(",tensorboard")
 
 
@@ -105,6 +109,7 @@ def _compile_mode(value: Any) -> Any:
 Auto = Literal["auto"]
 Count = Annotated[int, Valid("an integer >= 1", lambda n: n >= 1)]
 Natural = Annotated[int, Valid("an integer >= 0", lambda n: n >= 0)]
+# numpy accepts only seeds of 32 bits.
 Seed = Annotated[int, Valid("an integer from 0 to 4294967295", lambda n: 0 <= n < 2**32)]
 Port = Annotated[int, Valid("a port from 0 (any free port) to 65535", lambda n: 0 <= n <= 65535)]
 Positive = Annotated[float, Valid("a number > 0", lambda x: x > 0)]
@@ -119,6 +124,7 @@ Place = Annotated[PurePath, _Place()]
 MeetingPoint = Annotated[
     str,
     Reads(lambda value: value.removeprefix("tcp://") if isinstance(value, str) else value),
+    # Port 0 is invalid here: the other nodes could not know which port node 0 got.
     Valid("HOST:PORT or file:///PATH", lambda text: _is_address(text) or text[:8] == "file:///"),
 ]
 Listening = Annotated[
@@ -162,6 +168,7 @@ DpShare = Annotated[
 ]
 PowerSgd = Annotated[
     Literal["powersgd"] | str,
+    # Rank 4 is the default. One spelling, because a resume compares this setting as text.
     Reads(lambda value: "powersgd" if value == "powersgd:4" else value),
     Valid("powersgd or powersgd:RANK", _matches(r"powersgd(:[1-9][0-9]{0,8})?")),
 ]
@@ -195,6 +202,7 @@ def setting(
     """
     metadata = {"description": description, "fixed": fixed, "per_node": per_node, "bare": bare}
     if isinstance(default, dict):
+        # dataclasses rejects a mutable default.
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -256,6 +264,7 @@ def settings_of(slice_name: str, model: type) -> list[Setting]:
     """Return the settings of one slice, in declaration order."""
     found = []
     for each in dataclasses.fields(model):
+        # Only a table has a default_factory instead of a default, and it starts empty.
         default = {} if each.default is dataclasses.MISSING else each.default
         bare = {"bare": "true"} if each.type is bool else {}
         found.append(Setting(each.name, slice_name, each.type, default, **{**each.metadata, **bare}))
@@ -267,11 +276,13 @@ def _adapter(annotation: Any) -> "TypeAdapter[Any]":
     # Imported here, because pydantic alone takes longer to import than a help page should take.
     from pydantic import ConfigDict, TypeAdapter
 
+    # An infinite number passes `> 0`, and JSON cannot store it.
     return TypeAdapter(annotation, config=ConfigDict(allow_inf_nan=False))
 
 
 def convert(annotation: Any, value: object) -> Any:
     """Convert text or a JSON value to the type; "none" gives None if that is valid. Raises ValueError."""
+    # Before pydantic, which would accept the word "none" as a path or text.
     if value == "none" and NoneType in get_args(annotation):
         return None
     return _adapter(annotation).validate_python(value)
@@ -300,6 +311,7 @@ def words_in(annotation: Any) -> tuple[str, ...]:
 
 def plain(value: object) -> str:
     """Format a value as a user would type it."""
+    # No single flag can express a table, so help shows no default for one.
     if value == {}:
         return ""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)

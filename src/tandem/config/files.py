@@ -28,6 +28,7 @@ def table_in(path: str) -> dict[str, Any]:
     elif path.endswith((".yaml", ".yml")):
         table = _yaml(text)
     else:
+        # Imported here, because most commands read no file.
         import tomllib
 
         table = tomllib.loads(text)
@@ -50,6 +51,7 @@ def without_sections(table: Mapping[str, Any], file: str) -> dict[str, Any]:
     for name, value in table.items():
         keys = {name: value}
         is_table = value is None or isinstance(value, dict)
+        # An empty section is None in YAML, and counts as a section.
         is_section = name in SLICES and (is_table or name not in SETTINGS)
         if is_section:
             if not is_table:
@@ -73,6 +75,7 @@ def _yaml(text: str) -> Any:
     import yaml
 
     try:
+        # SafeLoader, because other loaders can run code of a tag.
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
@@ -82,11 +85,13 @@ def _yaml(text: str) -> Any:
 def _value_of(node: "Node", depth: int) -> Any:
     from yaml import MappingNode, ScalarNode
 
+    # Without a limit, an alias that contains itself would recurse until Python's stack overflows.
     if not depth:
         raise ValueError(f"line {node.start_mark.line + 1} is nested too deeply")
     if isinstance(node, MappingNode):
         return _table_of(node, depth)
     if isinstance(node, ScalarNode):
+        # A quoted "null" has a style, and is text.
         return None if node.style is None and node.value in NULLS else node.value
     return [_value_of(each, depth - 1) for each in node.value]
 
@@ -98,6 +103,7 @@ def _table_of(node: "MappingNode", depth: int) -> dict[str, Any]:
         line = key.start_mark.line + 1
         if not isinstance(name, str):
             raise ValueError(f"line {line} has a key that is not a name")
+        # YAML forbids repeated keys, but PyYAML keeps the last one silently.
         if name in table:
             raise ValueError(f"line {line} sets {name} again")
         table[name] = _value_of(value, depth - 1)

@@ -79,6 +79,7 @@ CHANGED_VALUES: Mapping[tuple[str, str], object] = {
 def instead_of(kind: Kind, name: str, label: str | None = None) -> str | None:
     """Return the error for a removed name, as it was typed; None if it was never a setting."""
     key = name.lower().removeprefix("tandem_").lstrip("-").replace("-", "_")
+    # Switches had a second flag, --no-X, which was removed with them.
     row = REMOVED.get(key) or (REMOVED.get(key.removeprefix("no_")) if kind == "flag" else None)
     return row and f"{label or name}: this setting was removed; {row.words(kind)}"
 
@@ -95,6 +96,7 @@ def translated(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Settings without a counterpart are dropped, so they have no effect. Other values are unchanged.
     """
+    # Removed names go first: each merge below adds the current name.
     new = {name: value for name, value in values.items() if name not in REMOVED}
     _merge_computing(values, new)
     _merge_places(values, new)
@@ -110,21 +112,25 @@ def _merge_computing(old: Mapping[str, Any], new: dict[str, Any]) -> None:
     rule = old.get("lr_scaling")
     base = old.get("lr_base_batch_size", 240)
     if rule == "auto":
+        # `auto` chose the rule by the optimizer. The new value names the rule.
         rule = "linear" if old.get("optimizer", "sgd") == "sgd" else "sqrt"
     if rule in ("linear", "sqrt"):
         new["lr_scaling"] = rule if base == 240 else f"{rule}:{base}"
     share = old.get("dp_first_share", 1)
+    # An old config.json contains every setting, so a share may be there without effect.
     if share != 1 and old.get("strategy") == "dp":
         new["strategy"] = f"dp:{share}"
     if isinstance(old.get("compile"), bool):
         new["compile"] = old.get("compile_mode", "default") if old["compile"] else None
     rank = old.get("powersgd_rank", 4)
+    # 4 was the default, which today's value leaves out.
     if rank != 4 and old.get("gradient_compression") == "powersgd":
         new["gradient_compression"] = f"powersgd:{rank}"
 
 
 def _merge_places(old: Mapping[str, Any], new: dict[str, Any]) -> None:
     method = old.get("init_method")
+    # env:// meant MASTER_ADDR and MASTER_PORT, which need no setting.
     if method and method != "env://":
         new["master"] = method
     if old.get("init_min"):
@@ -132,6 +138,7 @@ def _merge_places(old: Mapping[str, Any], new: dict[str, Any]) -> None:
     if old.get("tensorboard"):
         new["tracker"] = ",".join(["tensorboard", *([old["tracker"]] if old.get("tracker") else [])])
     if "metrics_host" in old or "metrics_port" in old:
+        # These were the defaults. A file with only one of the two settings used the other's default.
         host = str(old.get("metrics_host", "127.0.0.1"))
         new["metrics"] = f"{f'[{host}]' if ':' in host else host}:{old.get('metrics_port', 9469)}"
     if old.get("metrics_cert"):

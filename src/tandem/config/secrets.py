@@ -23,6 +23,7 @@ _HEADER = re.compile(
     r"(\bauthorization[\"']?\s*[:=]\s*[\"']?(?:\w{1,20}\s+)?|\bbearer\s+)([\w.~+/=-]{8,})", re.I
 )
 _IN_URL = re.compile(r"(\b[a-z][a-z0-9+.-]{0,20}://)[^/\s@]{1,300}@", re.I)
+# Formats of AWS, GitHub, GitLab, Hugging Face, OpenAI, Slack, JSON Web Tokens and PEM keys.
 _FORMS = re.compile(
     r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\bgh[pousr]_\w{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}|\bhf_\w{16,}"
     r"|\bsk-[\w-]{16,}|\bxox[abprs]-[\w-]{10,}|\beyJ[\w-]{8,2000}\.[\w-]{8,}\.[\w-]*"
@@ -66,7 +67,9 @@ def hidden(value: Any, secrets: Iterable[str] = (), is_named: bool = False, is_s
         before = ["", *(each if isinstance(each, str) else "" for each in value)]
         return [inner(item, name) for item, name in zip(value, before, strict=False)]
     if isinstance(value, str):
+        # An empty value stays visible: it shows that the secret is not set.
         return HIDDEN if is_named and value else hide(value, secrets)
+    # A boolean or None is a switch, such as use_token, and reveals nothing.
     return HIDDEN if is_named and is_setting and not isinstance(value, bool | None) else value
 
 
@@ -76,6 +79,7 @@ def hide(text: str, secrets: Iterable[str] = ()) -> str:
     for secret in sorted({each.strip() for each in secrets}, key=len, reverse=True):
         if len(secret) >= SHORTEST:
             text = text.replace(secret, HIDDEN)
+    # By form before by name: a value after a name ends at a space, and a PEM key contains spaces.
     text = _FORMS.sub(HIDDEN, text)
     text = _IN_URL.sub(rf"\1{HIDDEN}@", text)
     text = _HEADER.sub(rf"\1{HIDDEN}", text)

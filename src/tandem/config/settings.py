@@ -74,6 +74,7 @@ class Settings:
         """Return twelve hexadecimal digits that change if any setting changes."""
         import hashlib  # 10 ms that a help page does not need
 
+        # Sorted, so that moving a line in `slices` does not change the digest.
         text = json.dumps(self.to_dict(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -109,6 +110,7 @@ def checked(annotation: Any, label: str, value: object) -> Any:
 
 def bad_value(label: str, got: object, valid: str) -> NoReturn:
     """Raise a one-line ConfigError with the value, what was expected, and where to look."""
+    # A user may have put a token into the wrong variable, so even an invalid value may be a secret.
     told = HIDDEN if is_secret(label) else hide(repr(got)[:LONGEST])
     shown = told if len(told) <= 80 else told[:77] + "..."
     raise ConfigError(f"{label}: invalid value {shown}; expected {valid}. {SEE}") from None

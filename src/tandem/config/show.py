@@ -31,6 +31,7 @@ def as_toml(settings: Settings, chosen: Collection[str] = ()) -> str:
             if SETTINGS[name].slice == slice_name:
                 value = settings.value(name)
                 is_set = name in chosen or value != default.value(name)
+                # A default stays a comment, so that the file follows a later version's defaults.
                 lines.append(f"{'' if is_set else '# '}{name} = {_toml(value)}")
     lines += ["", "[task_fields]  # Settings of the task"]
     for name, text in settings.run.task_fields.items():
@@ -53,6 +54,7 @@ def as_json(loaded: Loaded) -> dict[str, object]:
 def _toml(value: object) -> str:
     if isinstance(value, bool | int | float):
         return plain(value)
+    # JSON strings are TOML basic strings, except that TOML forbids a raw DEL character.
     return json.dumps(plain(value), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

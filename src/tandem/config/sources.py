@@ -83,6 +83,7 @@ def resolve(flags: Mapping[str, Given], environ: Mapping[str, str], dotenv: Path
     given = {**implied, **named}
     notes: tuple[str, ...] = ()
     if "config" in given:
+        # The file is read after the other sources, because any of them may name it.
         file, notes = _from_file(given["config"], given)
         given = {**file, **given}
         del given["config"]
@@ -100,8 +101,11 @@ def resolve(flags: Mapping[str, Given], environ: Mapping[str, str], dotenv: Path
 
 
 def _typed(key: str, given: Given) -> object:
+    # An empty flag is an error, because a script's unset variable (--lr "$LR") must not train with a
+    # default.
     if not given.text.strip():
         bad_value(given.name, given.text, SETTINGS[key].valid)
+    # Before the conversion, whose error would not say what replaced the value.
     if gone := instead_of_value(given.name, key, given.text):
         raise ConfigError(gone)
     return checked(SETTINGS[key].annotation, given.name, given.text)
@@ -123,6 +127,7 @@ def dotenv_variables(path: Path | None) -> Mapping[str, str | None]:
     try:
         if path is None or not path.is_file():
             return {}
+        # Imported here, because most directories have no .env.
         from dotenv import dotenv_values
 
         return dotenv_values(path, interpolate=False)  # interpolation would read os.environ
@@ -137,6 +142,7 @@ def _from_variables(
 ) -> dict[str, Given]:
     """Collect tandem's variables. An empty one counts as not set: Compose creates those from `${X:-}`."""
     given: dict[str, Given] = {}
+    # Sorted, so that the same mistake is reported first each time.
     for name in sorted(variables):
         if not name.startswith(PREFIX):
             continue
@@ -144,12 +150,14 @@ def _from_variables(
         key = "config" if name == PREFIX + "CONFIG" else VARIABLES.get(name) or task_key(name, TASK_PREFIX)
         if key is None and name not in OTHER_VARIABLES:
             if gone := instead_of("variable", name, label):
+                # An old Compose file still passes the removed variable empty, which is harmless.
                 if not variables[name]:
                     continue
                 raise ConfigError(gone)
             raise unknown("variable", name, [*VARIABLES, *OTHER_VARIABLES], label)
         text = variables[name]
         if key is not None and text:
+            # Task fields are lowercase, and variables are uppercase by convention.
             given[key.lower()] = Given(text, source, label)
     return given
 
@@ -158,6 +166,7 @@ def _from_file(config: Given, beside: Collection[str]) -> tuple[dict[str, Given]
     """Return the values in the file, and messages about ignored parts; `beside`: what else is given."""
     try:
         table = table_in(config.text)
+    # RecursionError: tomllib and json recurse into nested brackets.
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{config.name}: invalid value {config.text!r}; expected {CONFIG_VALID}: {error}"
@@ -179,6 +188,7 @@ def _from_file(config: Given, beside: Collection[str]) -> tuple[dict[str, Given]
     given: dict[str, Given] = {}
     for key, value in (table | {f"task.{name}": value for name, value in task_fields.items()}).items():
         label = f"{key} in {config.text}"
+        # JSON's null and YAML's ~ mean "none", which is a value and overrides a default.
         if value is None and key in SETTINGS:
             value = "none"
         if not isinstance(value, str | bool | int | float):
@@ -199,6 +209,7 @@ def _of_a_run(
     kept = {
         key: "none" if value is None else value
         for key, value in table.items()
+        # Unknown keys are only reported: another version of tandem may have written the file.
         if key in FIELDS and key not in PLACES and value != default[key]
     }
     places = [key for key in PLACES if table.get(key) is not None and key not in beside]

@@ -41,6 +41,7 @@ def is_script(name: str) -> bool:
 def parsed(name: str) -> TaskName:
     """Parse a task's name. Raises ConfigError for an invalid name, and for a file that does not exist."""
     text = BUILT_IN.get(name, name)
+    # The last colon, because a path may contain one.
     location, _, class_name = text.rpartition(":") if ":" in text else (text, "", "")
     found = TaskName(text, location, class_name)
     if found.is_file and not Path(location).is_file():
@@ -69,10 +70,13 @@ def _modules(location: str) -> Iterator[Path]:
     parts = location.split(".")
     for number in range(1, len(parts) + 1):
         name = ".".join(parts[:number])
+        # The current directory is added last, as an import of the task would search it.
         where = [*sys.path, str(Path.cwd())] if path is None else path
+        # Not importlib.util.find_spec, which imports the parent packages, and so runs their code.
         found = (finder.find_spec(name, where) for finder in sys.meta_path if hasattr(finder, "find_spec"))
         if (spec := next((each for each in found if each is not None), None)) is None:
             return
+        # A namespace package and a built-in module have no file.
         if spec.origin is not None and spec.has_location:
             yield Path(spec.origin).absolute()
         path = list(spec.submodule_search_locations or [])
@@ -88,6 +92,7 @@ def named_by(name: str, who: str, run_dir: PurePath | None) -> str:
     if not files:
         return ""
     _, _, class_name = name.rpartition(":") if ":" in name else ("", "", "")
+    # The name is from a file that someone else may have written, so it is cut and escaped for the terminal.
     what = printable(f"task {class_name or name} from {files[-1]}", LONGEST)
     if isinstance(run_dir, Path) and any(_is_in(file, run_dir) for file in files):
         raise ConfigError(
@@ -99,6 +104,7 @@ def named_by(name: str, who: str, run_dir: PurePath | None) -> str:
 
 def _is_in(file: Path, folder: Path) -> bool:
     here = folder.resolve()
+    # Both the link and its target count: either can put code of the run directory on the path.
     return any(each.is_relative_to(here) for each in (file.parent.resolve() / file.name, file.resolve()))
 
 

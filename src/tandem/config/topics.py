@@ -36,10 +36,12 @@ def topics() -> list[str]:
 def told(topic: str, verbs: list[str]) -> str:
     """Return the text of a topic other than a verb. Raises ConfigError with the nearest match."""
     name = topic.removeprefix("--").removeprefix(PREFIX).lower().replace("-", "_")
+    # A user who saw `exit code 143` asks for `tandem help 143`.
     if topic in TOPICS or topic.isdigit():
         return TOPICS["exit-codes"]
     if topic == "settings":
         return PRECEDENCE.format(groups=", ".join(SLICES))
+    # Before settings: `metrics` is a group and a setting, and the group's text contains the setting's.
     if topic in SLICES:
         group = [setting for setting in SETTINGS.values() if setting.slice == topic]
         return f"{SLICES[topic].__doc__}\n\n" + "\n".join(map(_about, group))

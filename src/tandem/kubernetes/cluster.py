@@ -99,6 +99,7 @@ def ask(command: Sequence[str], seconds: float = QUICK_SECONDS) -> subprocess.Co
     except FileNotFoundError:
         raise UsageError(f"{command[0]} is not installed; {GET_KUBECTL}") from None
     except subprocess.TimeoutExpired:
+        # 124 is the exit code of timeout(1).
         return subprocess.CompletedProcess(command, 124, "", f"no answer within {seconds:g} s")
 
 
@@ -117,6 +118,7 @@ def preflight(target: Target) -> None:
         )
     if target.namespace:
         found = ask(["kubectl", "get", "namespace", target.namespace, "--output=name"])
+        # Any other error may be a missing permission to read namespaces, with which apply still works.
         if "NotFound" in found.stderr:
             raise UsageError(
                 f"the namespace {target.namespace!r} does not exist; create it with "
@@ -174,6 +176,7 @@ def apply(target: Target) -> int:
         )
     _check_claims(target)
     done = subprocess.run(target.kubectl("apply", "--filename", "-"), input=target.text, text=True)
+    # cluster-runtime is no job, so it has no pods to follow.
     if done.returncode == 0 and any(kind in JOBS for kind in kinds(target.text)):
         print(
             f"follow the pods: {target.command('logs')}; "
@@ -197,6 +200,7 @@ def _check_claims(target: Target) -> None:
     there = {claim["metadata"]["name"]: claim for claim in kubectl_json(target, "persistentvolumeclaims")}
     if not there:
         return
+    # kubectl parses the YAML, because the standard library cannot.
     command = target.kubectl("create", "--dry-run=client", "--output=json", "--filename", "-")
     done = subprocess.run(command, input=target.text, capture_output=True, text=True)
     for asked in _documents(done.stdout):
@@ -232,6 +236,7 @@ def status(target: Target) -> int:
     ).returncode
     pods = kubectl_json(target, "pods")
     _print("containers", [line for pod in pods for line in job_state.container_lines(pod)])
+    # Events carry no labels of the job, so they are selected by the names of its objects.
     own = {each["metadata"]["name"] for each in (*jobs_of(target), *pods)}
     own |= {claim["metadata"]["name"] for claim in kubectl_json(target, "persistentvolumeclaims")}
     warnings = kubectl_json(target, "events", "--field-selector=type=Warning", selected=False)

@@ -94,6 +94,7 @@ def run(asked: Asked) -> int:
         raise UsageError(
             f"{option('--name')}: cluster-runtime is no job; each TrainJob that uses it has its own name"
         )
+    # Rendered for every verb: the manifest says which kinds to look for.
     text = render(selection, asked.image, asked.name, asked.nodes)
     if asked.verb == "render":
         sys.stdout.write(text)

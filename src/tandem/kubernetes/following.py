@@ -29,6 +29,8 @@ def logs(target: Target) -> int:
         while True:
             found = jobs_of(target)
             unseen = 0 if found else unseen + 1
+            # An API server may miss a request. Before any log was shown, the job more likely does not
+            # exist.
             if unseen > (MISSED if followed else 0):
                 raise UsageError(f"there is no job {target.name}; start one: {target.command('apply')}")
             if unseen:
@@ -46,6 +48,7 @@ def logs(target: Target) -> int:
             time.sleep(POLL_SECONDS)
     finally:
         for process in followed.values():
+            # kubectl --follow would otherwise outlive this command.
             process.kill()
             process.wait()
 
@@ -54,6 +57,7 @@ def _follow(target: Target, pods: list[Any], followed: Followed) -> None:
     for pod in pods:
         name = pod["metadata"]["name"]
         for container, restarts in lives(pod):
+            # The UID, because a replacement pod can have the same name.
             key = (pod["metadata"]["uid"], container, restarts)
             if key not in followed:
                 command = target.kubectl("logs", name, "--container", container, "--follow", "--prefix")

@@ -49,6 +49,7 @@ def failed_code(pods: Sequence[Mapping[str, Any]]) -> int:
         return [end["exitCode"] for pod in some for end in _ends(pod) if end["exitCode"]]
 
     firsts = [pod for pod in pods if any(each.items() <= labels_of(pod).items() for each in MASTERS)]
+    # Node 0's code is the job's result. The other nodes may have lost only their peer.
     return max(codes(firsts) or codes(pods) or [FAILED_CODE])
 
 
@@ -126,6 +127,8 @@ def lost_nodes(pods: Sequence[Mapping[str, Any]], nodes: Sequence[Mapping[str, A
         node["metadata"]["name"]
         for node in nodes
         for condition in node.get("status", {}).get("conditions", [])
+        # Unknown means that the kubelet stopped reporting. False is a node that answers, so its pods can
+        # end.
         if condition["type"] == "Ready" and condition["status"] == "Unknown"
     }
     found: dict[str, list[str]] = {}
@@ -146,6 +149,7 @@ def event_lines(events: Sequence[Mapping[str, Any]], names: set[str]) -> list[st
     """Return the warnings about objects with these names, newest last."""
 
     def when(event: Mapping[str, Any]) -> str:
+        # Events of the events.k8s.io API have no lastTimestamp.
         made = event["metadata"].get("creationTimestamp")
         return str(event.get("lastTimestamp") or event.get("eventTime") or made or "")
 
@@ -174,6 +178,7 @@ def claim_difference(asked: Mapping[str, Any], there: Mapping[str, Any]) -> str:
     wanted = asked.get("spec", {})
     found = there.get("spec", {})
     for name, key in (("access modes", "accessModes"), ("storage class", "storageClassName")):
+        # A missing key is filled in by the API server, so it is no difference.
         if key in wanted and wanted[key] != found.get(key, wanted[key]):
             return f"{name} {_words(found[key])}, and the manifest asks for {_words(wanted[key])}"
     sizes = [each.get("resources", {}).get("requests", {}).get("storage", "") for each in (wanted, found)]

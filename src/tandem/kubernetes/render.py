@@ -68,6 +68,7 @@ def render(selection: str, image: str = "", name: str = JOB, nodes: int | None =
 def render_parts(kind: str, parts: Sequence[str], image: str = "") -> str:
     """Return the YAML of a kind with exactly these components in this order, without the ones they need."""
     with tempfile.TemporaryDirectory(prefix="tandem-k8s-") as name:
+        # kustomize resolves links before it applies relative paths, and /tmp may be a link.
         folder = Path(name).resolve()
         root = manifests()
         lines = ["apiVersion: kustomize.config.k8s.io/v1beta1", "kind: Kustomization"]
@@ -124,6 +125,7 @@ def _image(image: str) -> list[str]:
     if match is None:
         raise UsageError(f"{mistake('--image', image)} expected NAME[:TAG][@sha256:DIGEST]")
     lines = ["images:", f"- name: {DEFAULT_IMAGE}", f'  newName: "{match[1]}"']
+    # Quoted, because a tag such as 1.10 is a number in YAML.
     lines += [f'  newTag: "{match[2]}"'] if match[2] else []
     return lines + ([f'  digest: "{match[3]}"'] if match[3] else [])
 

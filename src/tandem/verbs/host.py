@@ -25,6 +25,7 @@ def config(options: "Namespace", environ: Environment) -> int:
         return FINISHED
     loaded = resolve(options.given, environ)
     for note in loaded.notes:
+        # Standard output is a file for --config, or JSON.
         print(f"tandem: {note}", file=sys.stderr)
     if options.json:
         print_json(as_json(loaded))
@@ -58,8 +59,10 @@ def _doctor_options(parser: "Parser") -> None:
 
 def health(options: "Namespace | None", environ: Environment) -> int:
     """Judge the heartbeat of this node, or of the run in a directory; uses only the standard library."""
+    # Without tandem.config, because a probe has a short timeout.
     from tandem.telemetry.health import main as health_main
 
+    # Probes call this every few seconds, without a parser.
     if options is None:
         return health_main(environ)
     run_dir = options.run_dir

@@ -22,6 +22,7 @@ def k8s(options: "Namespace", environ: Environment) -> int:
     parts = tuple(",".join(options.components).split(",")) if options.components else ()
     asked = commands.Asked(
         verb=options.action,
+        # A kind may also be among the components, so the default must not add a second one.
         kind=options.kind or ("" if parts else KIND),
         components=parts,
         image=options.image,

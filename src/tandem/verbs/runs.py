@@ -30,12 +30,14 @@ def checkpoints(options: "Namespace", environ: Environment) -> int:
     from tandem.checkpoint.retention import Best
 
     store = checkpoints_of(options.run_dir)
+    # An address has no directories to test.
     if isinstance(store.directory, Path) and not store.directory.is_dir():
         raise ConfigError(f"{store.directory} is not a directory; give the run directory")
     best = Best.parse(options.keep_best) if options.keep_best else None
     rule = rule_of(store, options.keep, best, options.keep_every)
     removed: list[dict[str, int]] = []
     if options.action == "prune":
+        # Measured before the checkpoints are removed.
         sizes = store.sizes()
         done = "would remove" if options.dry_run else "removed"
         for step in store.prune(rule, options.dry_run):
@@ -107,8 +109,10 @@ def page(options: "Namespace", environ: Environment) -> int:
     from tandem.signals import StopFlag
 
     access = load_access(MetricsConfig(metrics_token_file=options.token_file))
+    # Reports contain commands and settings of the runs, so other machines need a token.
     if access.token is None and options.host not in ("127.0.0.1", "::1", "localhost"):
         raise ConfigError(f"--host {options.host} lets other machines read the runs; add --token-file FILE")
+    # The page must not show its own token, which is in no variable.
     secrets = [*secrets_in(environ), access.token or ""]
     stop = StopFlag().install()
     try:
@@ -216,6 +220,7 @@ def kill(options: "Namespace", environ: Environment) -> int:
     from tandem.launch.kill import kill as send
     from tandem.run.directory import RunDir
 
+    # Ranks and nodes count from 0, so 0 must not read as missing.
     if (options.rank is None) == (options.node is None):
         raise ConfigError(
             f"give either --rank N or --node N: which part of {options.run_dir} gets the signal"

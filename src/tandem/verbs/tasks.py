@@ -50,6 +50,7 @@ def verify_resume(options: "Namespace", environ: Environment) -> int:
     settings = _announced(resolve(options.given, environ))
     environ = _on_this_host("verify-resume", environ)
     stop = StopFlag().install()
+    # Imported after the flag is installed: a signal during slow imports must count as a stop.
     from tandem.verify.resume import verify
 
     say = _says(options.json)
@@ -73,6 +74,7 @@ def _announced(loaded: "Loaded") -> "Settings":
     from tandem.config.task_names import untyped
 
     if said := untyped(loaded):
+        # Flushed before the import, which may crash or exit the process.
         print(f"tandem: {said}", file=sys.stderr, flush=True)
     return loaded.settings
 
@@ -98,6 +100,7 @@ def check(options: "Namespace", environ: Environment) -> int:
     from tandem.config import Given, as_flags, resolve
     from tandem.signals import StopFlag
 
+    # Checked by reading the file: importing such a script would start its training.
     if options.file and options.file.endswith(".py"):
         from tandem.launch.program import is_own_loop
 
@@ -106,6 +109,7 @@ def check(options: "Namespace", environ: Environment) -> int:
                 f"{options.file} is a script that calls tandem.start(); `tandem check` tests tasks; "
                 f"use `tandem verify-resume --nproc 2 {options.file}`"
             )
+    # The argument wins over --task, because it names the task that this command tests.
     given = {**options.given, **({"task": Given(options.file, "argument", "TASK")} if options.file else {})}
     settings = _announced(resolve(given, environ))
     environ = _on_this_host("check", environ)

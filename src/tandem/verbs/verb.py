@@ -14,6 +14,7 @@ JSON = "print one line of JSON instead (docs/json.md)"
 
 def print_json(found: object) -> None:
     """Print strict JSON on one line of standard output. Progress belongs on standard error."""
+    # json.dumps would write NaN, which is not JSON.
     from tandem.telemetry.journal import to_json
 
     print(to_json(found), flush=True)
