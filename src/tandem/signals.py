@@ -23,7 +23,10 @@ IGNORED_BY_FORK_SERVER = (*STOP_SIGNALS, signal.SIGHUP)
 
 
 def handed_on(number: int) -> int:
-    """Return the signal to forward for `number`: SIGTERM for SIGHUP, which children ignore (deaf.py)."""
+    """Return the signal to forward for `number`: SIGTERM for SIGHUP.
+
+    Children ignore SIGHUP (fork_server_signals.py).
+    """
     return signal.SIGTERM if number == signal.SIGHUP else number
 
 
@@ -37,7 +40,7 @@ class StopFlag:
     def __init__(self) -> None:
         self.signal_number: int | None = None
         self.at: float | None = None
-        """When the first signal arrived, in seconds of `running.now`."""
+        """When the first signal arrived, in seconds of `running_clock.now`."""
         self.interrupts = 0
         self.received: dict[str, int] = {}  # by name, without repeats within the window
         self._last = float("-inf")

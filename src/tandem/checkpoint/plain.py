@@ -28,9 +28,6 @@ DEEPEST = 100
 SHOWN = 8
 """Number of keys of a path to show in a message."""
 STRIDED = torch.strided
-STRIDED = torch.strided
-SHOWN = 8
-"""Number of keys of a path to show in a message."""
 FACTORIES: dict[str, Callable[[], Any]] = {f.__name__: f for f in (int, float, list, dict, set, str, bool)}
 NUMBERS = {
     name: np.dtype(name).type
@@ -66,7 +63,7 @@ class Plain:
         """(keys that lead to the value, innermost first; original type), innermost values first."""
 
     def of(self, value: Any, depth: int = 0) -> Any:
-        """Return the plain form of `value`. Raises RefusedError."""
+        """Return the plain form of `value`. Raises UnsupportedValueError."""
         kind = type(value)
         if kind in LEAVES:
             return value if kind is not str or value.isascii() else _encodable(value)
@@ -217,7 +214,10 @@ def _as_it_was(plain: Any, was: str) -> Any:
 
 
 def tensor_of(array: "np.ndarray[Any, Any]") -> Tensor:
-    """Convert an array to a tensor, without a copy if torch can use its memory. Raises RefusedError."""
+    """Convert an array to a tensor, without a copy if torch can use its memory.
+
+    Raises UnsupportedValueError.
+    """
     if array.dtype.newbyteorder("=").name not in NUMBERS:
         raise UnsupportedValueError(f"a NumPy array of dtype {array.dtype}")
     # torch.from_numpy rejects negative strides and foreign byte orders, and warns about read-only arrays.

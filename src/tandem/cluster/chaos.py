@@ -60,7 +60,7 @@ def live_step(cluster: Cluster) -> int | None:
     """Return the step on the metrics page; None if node 0 does not answer or does not train."""
     address = docker("port", f"{cluster.project}-metrics-1", "19469", check=False).strip()
     # Node 0 may be down or restarting because of the fault.
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, LookupError):
         with urllib.request.urlopen(f"http://{address.splitlines()[0]}/api/run", timeout=2) as answer:
             run = json.load(answer)
             return int(run["step"]) if run["state"] == "training" else None

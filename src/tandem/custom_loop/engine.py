@@ -24,7 +24,6 @@ from tandem.data.source import BatchReader, TrainingData
 from tandem.distributed import strategy as strategies
 from tandem.distributed.devices import cores_of
 from tandem.errors import FINISHED, STOPPED, TandemError
-from tandem.launch.run_dir import decide
 from tandem.launch.script import ScriptRank
 from tandem.rank.session import RankSession
 from tandem.signals import StopFlag, ended_by_stop_signals
@@ -190,7 +189,7 @@ class Engine:
         }
         # run.stop() ended the run, so a restart must not continue it.
         planned = min(planned, first) if saved.get("ended") else planned
-        # `decide` compares with these; the script's arguments are unknown to it.
+        # `RunDir.decide` compares with these; the script's arguments are unknown to it.
         recorded = self.settings.replace(steps=NO_END)
         session.plan(state, self._strategy, data.order, planned, recorded=recorded)
         together = nn.ModuleDict(state.modules)
@@ -250,7 +249,7 @@ class Engine:
         """
         if self.world.position.restart and self.settings.checkpoint.resume == "never":
             return ResumeDecision("fresh")
-        return decide(self.session.run, self.settings.replace(steps=NO_END))
+        return self.session.run.decide(self.settings.replace(steps=NO_END))
 
 
 class LoopLeftError(TandemError):

@@ -91,7 +91,7 @@ def check_form(name: str, form: tuple[str, tuple[int, ...]], value: Any) -> None
 
 
 def tensor_in(value: Any) -> Tensor:
-    """Return a kept tensor or array as a tensor that shares its memory. Raises RefusedError."""
+    """Return a kept tensor or array as a tensor that shares its memory. Raises UnsupportedValueError."""
     return value.detach() if isinstance(value, Tensor) else tensor_of(value)
 
 

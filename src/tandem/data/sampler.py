@@ -75,7 +75,7 @@ class TrainBatches:
     pass match. A share is divided evenly: 10 samples with a micro-batch of 7 become 5 and 5. Only with uneven
     shares and a micro-batch of 1 can a micro-batch have one sample more than requested.
 
-    `sizes`: samples of each rank in every step, see `shares.py`; None: equal, up to a difference of one.
+    `sizes`: samples of each rank in every step (`batch_shares.py`); None: equal, up to a difference of one.
     Raises ConfigError if there are more ranks than samples in a batch.
     """
 

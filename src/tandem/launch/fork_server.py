@@ -41,7 +41,7 @@ def start_fork_server(preload: Sequence[str], folder: Path, keeps: bool = True) 
 
     Returns a function that waits until the imports are done.
 
-    `keeps`: every process that descends from the server ends with the caller (keeper.py).
+    `keeps`: every process that descends from the server ends with the caller (descendants.py).
 
     Call it from a process with a single thread. Unlike `start`, the returned function can be interrupted by
     signals. The server's socket is in `folder`, because multiprocessing's own directory would be left behind
@@ -143,7 +143,7 @@ def _serve(listener: int, alive: int, imports: int, preload: Sequence[str], secr
         from tandem.launch.fork_server_signals import ignore_signals
 
         ignore_signals()  # again: its module may have been imported in the caller's own fork server
-        # Fork servers that ranks start must not import deaf.py.
+        # Fork servers that ranks start must not import fork_server_signals.py.
         multiprocessing.set_forkserver_preload(["__main__"])
         for name in preload:
             with contextlib.suppress(ImportError):  # as forkserver.main does; the rank reports it

@@ -2,7 +2,7 @@
 
 A generation is what torchrun calls a restart: all ranks of all nodes, started together after one rendezvous.
 torch's agent provides the rendezvous (which nodes, in which order) and the worker group. It would restart
-after every failure; this one decides by the exit codes of its ranks (`restarts.is_retried`). See
+after every failure; this one decides by the exit codes of its ranks (`errors.is_retried`). See
 docs/architecture.md#who-decides-restarts.
 """
 

@@ -95,7 +95,3 @@ def prepare_run_dir(run: RunDir, settings: Settings, mine: Lease, decision: Resu
         raise unwritable(run.where, error) from error
     if not run.is_here:
         log.info("logs and other local files are in %s", run.folder)
-
-
-decide = RunDir.decide
-"""For custom loops, which have no workload."""

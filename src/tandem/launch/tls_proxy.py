@@ -75,7 +75,7 @@ def _proof(key: bytes, role: bytes, connection: ssl.SSLSocket, *words: bytes) ->
 def ask(plain: socket.socket, key: bytes, port: int) -> ssl.SSLSocket:
     """Authenticate as a node, and return the connection to what listens for `port` on node 0.
 
-    Raises OSError (RefusedError if the secrets differ).
+    Raises OSError (ProxyRefusedError if the secrets differ).
     """
     plain.settimeout(HANDSHAKE_SECONDS)
     if _exactly(plain, len(GREETING)) != GREETING:
@@ -96,7 +96,7 @@ def ask(plain: socket.socket, key: bytes, port: int) -> ssl.SSLSocket:
 def answer(plain: socket.socket, key: bytes) -> tuple[ssl.SSLSocket, int]:
     """Authenticate as node 0, and return a node's connection and the store that it asks for.
 
-    Raises OSError (RefusedError if the secrets differ).
+    Raises OSError (ProxyRefusedError if the secrets differ).
     """
     plain.settimeout(HANDSHAKE_SECONDS)
     plain.sendall(GREETING)

@@ -54,8 +54,8 @@ ENDED = ("Z", "X", "x")
 class _Heard:
     """The last heartbeat of a local rank, or of all ranks of another node, and when it arrived.
 
-    Times are seconds of `running.now`. `used` is the CPU time of a silent rank, and `looked_at` when it was
-    measured.
+    Times are seconds of `running_clock.now`. `used` is the CPU time of a silent rank, and `looked_at` when it
+    was measured.
     """
 
     beats: list[Beat]

@@ -74,7 +74,7 @@ def _worker_main(
     `expected` is the position that it will most likely get, if known.
     """
     os.setsid()  # the session identifies what it starts
-    signal.signal(signal.SIGCONT, signal.SIG_DFL)  # replaces the fork server's own handler (keeper.py)
+    signal.signal(signal.SIGCONT, signal.SIG_DFL)  # replaces the fork server's own handler (descendants.py)
     # The fork server ends with the agent. Its signal works where the pipe's reader would need the GIL.
     end_with_parent(signal.SIGKILL)
     agent = multiprocessing.parent_process()

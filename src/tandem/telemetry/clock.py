@@ -34,8 +34,8 @@ RECENT_STEPS = 50
 class Clock:
     """The position of one rank. Written only by the training thread, read from any thread.
 
-    `step` counts finished steps; `current` is the most specific phase known, since `since` (`running.now`);
-    `entered` counts its changes. `on_activity` is called when a new activity has begun.
+    `step` counts finished steps; `current` is the most specific phase known, since `since`
+    (`running_clock.now`); `entered` counts its changes. `on_activity` is called when a new activity has begun.
     """
 
     def __init__(self) -> None:

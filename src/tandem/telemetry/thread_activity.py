@@ -40,7 +40,7 @@ class _Look:
 class ThreadActivity:
     """The activity of this process's main thread, which trains; call `look` at each heartbeat.
 
-    `worked_at`: when work was last seen (`running.now`).
+    `worked_at`: when work was last seen (`running_clock.now`).
     """
 
     def __init__(self) -> None:

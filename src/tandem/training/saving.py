@@ -19,7 +19,7 @@ log = logging.getLogger("tandem.saving")
 
 
 class Learning(Protocol):
-    """The source of the state: a task's `Learner`, or what a custom loop keeps."""
+    """The source of the state: a task's `TrainState`, or what a custom loop keeps."""
 
     def rank_zeros(self, state: Mapping[str, Any]) -> frozenset[int]:
         """Return the places of tensors in the flattened state that only rank 0 is sure to have right."""
@@ -183,7 +183,7 @@ def warn_of_missing_score(keep_best: str | None, step: int, scores: Mapping[str,
 
 
 def warn_of_unsaved_scores(config: CheckpointConfig, eval_every: str) -> None:
-    """Warn on rank 0 if some evaluations have no checkpoint (see `Timetable.saves_every_evaluation`)."""
+    """Warn on rank 0 if some evaluations have no checkpoint (see `EventSchedule.saves_every_evaluation`)."""
     if config.keep_best:
         log.warning(
             "--keep-best %s: only a checkpoint saved at the step of an evaluation can be the best, but "
