@@ -2,7 +2,8 @@
 
 Each rank leads a session, and so does the fork server, so no signal to the agent's process group reaches
 them. What a rank leaves behind becomes a child of the fork server, which is a subreaper
-(fork_server_signals.py), even if it has daemonized: the agent can find and end it. When the agent dies, the kernel sends the fork server SIGCONT,
+(fork_server_signals.py), even if it has daemonized: the agent can find and end it. When the agent dies, the
+kernel sends the fork server SIGCONT,
 which is delivered even to a stopped process. (multiprocessing's pipe closes too late for this, because ranks
 hold its other end, too.)
 

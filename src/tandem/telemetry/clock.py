@@ -35,7 +35,8 @@ class Clock:
     """The position of one rank. Written only by the training thread, read from any thread.
 
     `step` counts finished steps; `current` is the most specific phase known, since `since`
-    (`running_clock.now`); `entered` counts its changes. `on_activity` is called when a new activity has begun.
+    (`running_clock.now`); `entered` counts its changes. `on_activity` is called when a new activity has
+    begun.
     """
 
     def __init__(self) -> None:
