@@ -15,8 +15,8 @@ from typing import Any
 
 from tandem import cli, errors
 from tandem.config.topics import EXIT_CODES
-from tandem.data.datasets import Datasets
 from tandem.custom_loop import run
+from tandem.data.datasets import Datasets
 from tandem.tasks import base
 
 DOCS = Path(__file__).parent
