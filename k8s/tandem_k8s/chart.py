@@ -87,6 +87,14 @@ def template(kind: str) -> str:
         place += 1
     return "\n".join(lines) + "\n"
 
+ANNOTATIONS = {
+    # `helm uninstall` would delete the claim, and with it every checkpoint.
+    "PersistentVolumeClaim": {"helm.sh/resource-policy": "keep"},
+    # Helm sorts kinds that it does not know by name: a TrainJob would come before its runtime and be refused.
+    "TrainingRuntime": {"helm.sh/hook": "pre-install", "helm.sh/hook-delete-policy": "before-hook-creation"},
+}
+"""{kind: annotations that only the chart has}."""
+
 
 def files() -> dict[str, str]:
     """Return {generated file below k8s/chart: its text}."""
@@ -122,9 +130,17 @@ def _changes(old: Sequence[str], new: Sequence[str]) -> Iterator[Change]:
 
 
 def _lines(kind: str, parts: Sequence[str]) -> list[str]:
-    documents = [_marked(each, ()) for each in load(render_parts(kind, parts))]
+    documents = [_annotated(_marked(each, ())) for each in load(render_parts(kind, parts))]
     dumped = (yaml.safe_dump(each, sort_keys=True, width=1000) for each in documents)
     return "---\n".join(dumped).splitlines()
+
+
+def _annotated(document: Document) -> Document:
+    """Add what Helm has to know: that it keeps the volume with the checkpoints, and what it creates first."""
+    if more := ANNOTATIONS.get(document["kind"]):
+        metadata = document["metadata"]
+        metadata["annotations"] = {**metadata.get("annotations", {}), **more}
+    return document
 
 
 def _marked(value: Any, path: tuple[str, ...]) -> Any:

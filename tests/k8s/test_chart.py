@@ -42,9 +42,12 @@ def template(helm: Callable[..., Any]) -> Callable[..., list[Document]]:
 
 
 def plain(value: Any) -> Any:
-    """Without what only a chart has: its own name as manager, and empty lists of arguments."""
+    """Without what only a chart has: its own name as manager, Helm's annotations, and empty arguments."""
     if isinstance(value, dict):
-        named = {key: plain(each) for key, each in value.items() if (key, each) != ("args", [])}
+        kept = {key: each for key, each in value.items() if not key.startswith("helm.sh/")}
+        named = {key: plain(each) for key, each in kept.items() if (key, each) != ("args", [])}
+        if named.get("annotations") == {}:
+            del named["annotations"]
         if named.get("app.kubernetes.io/managed-by") == "Helm":
             named["app.kubernetes.io/managed-by"] = "tandem"
         return named
@@ -75,6 +78,14 @@ def sizes_in(documents: Mapping[str, Document]) -> dict[str, str]:
     claim = next(each for each in documents.values() if each["kind"] == "PersistentVolumeClaim")
     size = claim["spec"]["resources"]["requests"]["storage"]
     return {"cpu": limits["cpu"], "memory": limits["memory"], "storage.size": size}
+
+
+def test_helm_keeps_the_claim_and_creates_the_runtime_first(template: Callable[..., list[Document]]) -> None:
+    """`helm uninstall` deleted the checkpoints, and a TrainJob was posted before its runtime and refused."""
+    documents = template("--set", "kind=trainjob")
+    found = {each["kind"]: each["metadata"].get("annotations", {}) for each in documents}
+    assert found["PersistentVolumeClaim"]["helm.sh/resource-policy"] == "keep"
+    assert found["TrainingRuntime"]["helm.sh/hook"] == "pre-install"
 
 
 @pytest.mark.parametrize("kind", chart.KINDS)

@@ -77,7 +77,14 @@ def render_parts(kind: str, parts: Sequence[str], image: str = "") -> str:
         lines += [f"- {os.path.relpath(root / 'components' / part, folder)}" for part in parts]
         lines += _image(image) if image else []
         (folder / "kustomization.yaml").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        return kustomize(folder)
+        return _job_last(kustomize(folder))
+
+
+def _job_last(text: str) -> str:
+    """Move the TrainJob to the end: kustomize puts it before its runtime, and then it is refused."""
+    documents = text.removesuffix("\n").split("\n---\n")
+    documents.sort(key=lambda each: re.search("^kind: TrainJob$", each, re.MULTILINE) is not None)
+    return "\n---\n".join(documents) + "\n"
 
 
 def parts_of(selection: str) -> tuple[str, list[str]]:

@@ -29,30 +29,15 @@ KUBERNETES = ("Dockerfile", "k8s/kustomization.yaml", JOB)
 BASIC = tuple(name for name in FILES if name not in (*COMPOSE, *KUBERNETES))
 NO_CHECKOUT = "PATH-OF-TANDEM"
 """Placeholder for the path of a checkout, which has the Compose file of a project, if there is none."""
-CHILD = "/spec/replicatedJobs/0/template/spec/template/spec"
-PODS = {
-    "pytorchjob": (
-        "PyTorchJob",
-        [f"/spec/pytorchReplicaSpecs/{role}/template/spec" for role in ("Master", "Worker")],
-    ),
-    "trainjob": ("TrainingRuntime", [f"/spec/template{CHILD}"]),
-    "jobset": ("JobSet", [CHILD]),
-    "job": ("Job", ["/spec/template/spec"]),
-}
-"""{choice of --kubernetes: (the kind with the pod templates, their paths)}."""
 JOBS = {"pytorchjob": "PyTorchJob", "trainjob": "TrainJob", "jobset": "JobSet", "job": "Job"}
 """{choice of --kubernetes: the kind of the job's manifest}."""
 JOB_HEADER = """\
 # The {document} of {name} and its other objects, from tandem {version}. tandem's docs/kubernetes.md
-# describes each field. kustomization.yaml adds the image and the task.
+# describes each field. kustomization.yaml adds the image, which has the task.
 # To write this file again with another number of nodes or with components (gpu, kueue, monitoring...):
 #
 #   tandem k8s render --kind {kind} --name {name} --nodes 3 --with gpu >k8s/job.yaml
 """
-SET_TASK = """\
-      - op: add
-        path: {pod}/containers/0/env/-
-        value: {{name: TANDEM_TASK, value: "/app/task.py:MyTask"}}"""
 
 
 def chosen(compose: bool = False, slurm: bool = False) -> tuple[str, ...]:
@@ -123,12 +108,9 @@ def texts(
 
     Its Compose file builds on the checkout `source`, or on a placeholder without one.
     """
-    document, pods = PODS[kind]
     values = {
         "@NAME@": name_of(folder),
         "@CHECKOUT@": NO_CHECKOUT if source is None else os.path.relpath(source, folder.resolve()),
-        "@KIND@": document,
-        "@TASK@": "\n".join(SET_TASK.format(pod=pod) for pod in pods),
     }
     found = {}
     for target in names:
