@@ -49,7 +49,11 @@ class PodTemplate:
 
 def load(text: str) -> list[Document]:
     """All documents of a YAML text. Raises yaml.YAMLError."""
-    return [document for document in yaml.load_all(text, LOADER) if document is not None]
+    try:
+        documents = list(yaml.load_all(text, LOADER))
+    except yaml.YAMLError:
+        documents = list(yaml.safe_load_all(text))  # raises again, with the line that is wrong
+    return [document for document in documents if document is not None]
 
 
 def read(path: Path) -> list[Document]:
