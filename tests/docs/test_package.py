@@ -139,7 +139,8 @@ def test_the_installed_wheel_renders_as_the_checkout_does(
     code, said = processes.run([str(installed / "tandem"), *init], cwd=tmp_path, env=ALONE)
     assert code == 0, said
     code, said = processes.run(["kubectl", "kustomize", "project/k8s"], cwd=tmp_path, env=ALONE)
-    assert code == 0 and "image: project:1" in said and "value: /app/task.py:MyTask" in said, said
+    assert code == 0 and "image: project:1" in said, said
+    assert "ENV TANDEM_TASK=/app/task.py:MyTask" in (tmp_path / "project" / "Dockerfile").read_text()
 
 
 def test_the_installed_wheel_runs_without_a_checkout(installed: Path, processes: Any, tmp_path: Path) -> None:
