@@ -28,7 +28,7 @@ class BoundedServer(ThreadingMixIn, HTTPServer):
     daemon_threads = True
     block_on_close = False
     allow_reuse_port = False  # two runs must not share a port unnoticed
-    # socketserver's default of 5 would reject clients as soon as a few wait.
+    # With socketserver's default of 5, the kernel would drop connections as soon as a few wait.
     request_queue_size = 256
 
     def __init__(

@@ -27,7 +27,7 @@ _ACTIVITY = re.compile(
 LONGEST = 400
 LONGEST_NAME = 120
 """Maximum number of characters for a message about a problem, and for a name."""
-# They differ between any two runs, and would hide the settings that matter.
+# Where and how a run was started differs between most runs, and says nothing about its training.
 NOT_COMPARED = ("run_dir", "resume", "metrics", "node_rank", "master")
 
 

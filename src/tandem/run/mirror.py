@@ -38,6 +38,7 @@ class Mirror:
             return
         folder = self._folder
         # One decision for both files of the journal, because a rotation moves lines from one to the other.
+        # See docs/architecture.md#where-checkpoints-are-stored.
         has_more_events = self._has_more_events(store)
         for name in layout.COPIED:
             if name.startswith(layout.EVENTS) and has_more_events:

@@ -142,7 +142,7 @@ def _overdue(beats: Sequence[Beat]) -> tuple[Beat, str] | None:
         overdue = [beat for beat in busy if beat.quiet > beat.limit or beat.idle > beat.idle_limit]
         if not overdue:
             return None
-        # The others wait for the rank with the fewest steps.
+        # The others wait for the rank with the fewest steps. See docs/architecture.md#hangs.
         last = min(overdue, key=lambda beat: (beat.step, -beat.quiet))
         return last, "has made no progress"
     places = Counter(map(_place, beats))

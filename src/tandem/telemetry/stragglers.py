@@ -137,7 +137,7 @@ def judge(ranks: Sequence[RankTimes]) -> Verdict:
     # Rows of zeros are from ranks without steps.
     marked = typical and 0 < quick * MARK_RATIO <= slow.quick
     if not marked:
-        # The metrics show the slowest rank of every interval, and users compare typical steps.
+        # The metrics show a slowest rank in every interval; without a mark, the typical steps decide.
         slow = max(ranks, key=lambda each: each.own)
     excess = {name: slow.phase(name) - median_low(each.phase(name) for each in ranks) for name in PHASES}
     return Verdict(
@@ -208,6 +208,7 @@ class Stragglers:
     def gather(self, exchange: Callable[[list[float]], Gathering]) -> list[RankTimes]:
         """Start to gather every rank's row without waiting; return the result of the previous exchange."""
         # One exchange at a time, because all ranks must take part in collectives in the same order.
+        # See docs/architecture.md#measuring-a-ranks-own-time.
         before = self.arrived(wait=True)
         self._gathering = exchange(row_of(self._node, self._times))
         self._times.clear()
