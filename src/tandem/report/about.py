@@ -72,6 +72,7 @@ class About:
         for name in [*map(layout.rank_log, ranks), layout.node_log(0)]:
             with suppress(OSError):
                 content, is_cut = tail(self._run_dir / layout.LOG / name, LOG_BYTES)
+                # A cut first line may begin in the middle of a secret, which `hide` then does not recognize.
                 lines = self.hide(content.decode(errors="replace")).splitlines()[1 if is_cut else 0 :]
                 return {"file": f"{layout.LOG}/{name}", "lines": [_cut(line) for line in lines[-LOG_LINES:]]}
         return {"file": None, "lines": []}
@@ -162,6 +163,7 @@ def _versions() -> dict[str, str]:
 
 def _hardware(gpus: Sequence[str]) -> list[str]:
     """Return node 0's hardware in words: processor and usable cores, memory, GPUs, system."""
+    # Not os.cpu_count(), because Slurm and taskset restrict a job to some of the cores.
     cores = len(os.sched_getaffinity(0))
     gigabytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     counted = [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)]

@@ -36,6 +36,8 @@ class Access:
                 return False
         elif scheme.lower() != "bearer":
             return False
+        # In constant time, so that the duration does not show how much of a guess is right. In bytes, because
+        # compare_digest rejects text that is not ASCII.
         return hmac.compare_digest(credentials.strip().encode(), self.token.encode())
 
 
@@ -70,6 +72,7 @@ def load_access(config: MetricsConfig) -> Access:
             token = config.metrics_token_file.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--metrics-token-file {config.metrics_token_file}: {error}") from error
+        # Any client could send an empty token.
         if not token:
             raise ConfigError(
                 f"--metrics-token-file {config.metrics_token_file} is empty; write a token to it"
@@ -82,6 +85,7 @@ def _tls(files: str | None) -> ssl.SSLContext | None:
         return None
     certificate, _, key = files.partition(",")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    # RFC 8996 deprecates TLS 1.0 and 1.1.
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
         context.load_cert_chain(certificate, key or None)

@@ -24,9 +24,11 @@ class BoundedServer(ThreadingMixIn, HTTPServer):
     request at once, so silent clients cannot block it.
     """
 
+    # Neither an open connection nor its thread may keep the agent from exiting.
     daemon_threads = True
     block_on_close = False
     allow_reuse_port = False  # two runs must not share a port unnoticed
+    # With socketserver's default of 5, the kernel would drop connections as soon as a few wait.
     request_queue_size = 256
 
     def __init__(
@@ -49,6 +51,8 @@ class BoundedServer(ThreadingMixIn, HTTPServer):
     def get_request(self) -> tuple[socket.socket, Any]:
         if not self._slots.acquire(blocking=False):
             self._drop_longest_silent()
+            # The disconnected client's thread frees its slot within this time. The limit keeps `shutdown`
+            # quick.
             if not self._slots.acquire(timeout=0.2):
                 raise OSError("all connections are in use")  # serve_forever tries again
         try:
@@ -76,6 +80,7 @@ class BoundedServer(ThreadingMixIn, HTTPServer):
             if self._silent:
                 oldest = next(iter(self._silent))
                 del self._silent[oldest]
+                # Not SSLSocket's method, which would take the TLS state away from the thread that is reading.
                 with suppress(OSError):  # wakes its thread, which closes it
                     socket.socket.shutdown(oldest, socket.SHUT_RDWR)
 
@@ -95,4 +100,5 @@ class BoundedServer(ThreadingMixIn, HTTPServer):
             self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
+        # At level debug, because any client could otherwise fill the log.
         logger.debug("metrics: a client went away or sent garbage", exc_info=True)

@@ -43,6 +43,7 @@ class History:
         for record in files.events():
             if record.get("kind") != COUNTED:
                 self._add_event(record)
+        # `now` lists an address in a thread, which is too late for a report, because it asks only once.
         if not run.is_here:
             self._look()
 
@@ -57,6 +58,7 @@ class History:
         with self._lock:
             match message:
                 case RunStarted(step):
+                    # Training repeats the later steps, and sends their points again.
                     self._points = [point for point in self._points if point["step"] <= step]
                     self._ranks = Ranks([], None)
                     self.version += 1
@@ -72,6 +74,7 @@ class History:
             return
         self._points.append(dict(point))
         if len(self._points) > MAX_POINTS:
+            # Every second of the older points stays, so a curve of any length keeps its beginning.
             self._points = self._points[:-FULL_POINTS:2] + self._points[-FULL_POINTS:]
         self.version += 1
 

@@ -44,6 +44,7 @@ def report_page(data: Mapping[str, object]) -> bytes:
     # In a script element, only "</script" and "<!--" have a meaning, and both need a "<".
     embedded = to_json(dict(data)).replace("<", "\\u003c")
     html = _part("report.html").replace("@STYLE@", style).replace("@SCRIPT@", script)
+    # The data come last, because they may contain the text of a placeholder.
     return html.replace("@POLICY@", report_policy()).replace("@DATA@", embedded).encode()
 
 

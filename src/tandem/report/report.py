@@ -27,6 +27,7 @@ _ACTIVITY = re.compile(
 LONGEST = 400
 LONGEST_NAME = 120
 """Maximum number of characters for a message about a problem, and for a name."""
+# Where and how a run was started differs between most runs, and says nothing about its training.
 NOT_COMPARED = ("run_dir", "resume", "metrics", "node_rank", "master")
 
 
@@ -127,6 +128,7 @@ def _read_run(run: RunDir, copied: RunDir, secrets: Sequence[str]) -> dict[str, 
             *([score, value] for score, value in (summary.get("eval") or {}).items() if score != "loss"),
             ["samples/s", summary.get("samples_per_second")],
             ["wall time", summary.get("wall_seconds")],
+            # A run that has not ended has no summary, so its events are counted.
             ["restarts", starts.total if restarts is None else restarts],
             ["planned stops", starts.planned_stops if stops is None else stops],
         ],
@@ -138,6 +140,7 @@ def _read_run(run: RunDir, copied: RunDir, secrets: Sequence[str]) -> dict[str, 
         "activities": _activities(files.text(layout.METRICS_PAGE)),
         "checkpoints": [] if linked else now["checkpoints"],
         "events": noted.hidden(events),
+        # The newest event comes first.
         "began": events[-1].get("time") if events else None,
         "ended": events[0].get("time") if events else None,
         "problems": list(dict.fromkeys([*files.problems, *([LINKED] if linked else [])])),

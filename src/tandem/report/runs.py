@@ -49,6 +49,7 @@ class RunRow:
     @property
     def is_empty(self) -> bool:
         """True if it has ended, and left nothing to resume from or to use."""
+        # A run on another machine has no visible process. Only recent files show that it may be training.
         settled = self.state in (OPEN, NOT_BEGUN) and self.age_seconds > SETTLED_SECONDS
         return self.is_all_notes and (settled or self.state in ("failed", "stopped"))
 
@@ -136,8 +137,10 @@ def _row(folder: Path, now: float) -> RunRow:
         step=saved if step is None else step,
         saved_step=saved,
         scores=summary.get("eval") or {},
+        # The clock of a network volume may be ahead of this machine's.
         age_seconds=max(0.0, now - max((changed for _, changed in measured), default=now)),
         bytes=sum(size for size, _ in measured),
+        # `clean` must not remove a run whose files could not be read: they may be of use to someone else.
         is_all_notes=not is_elsewhere and not files.problems and _is_all_notes(folder),
         problems=tuple(files.problems),
     )
@@ -171,6 +174,7 @@ def _is_note(entry: os.DirEntry[str]) -> bool:
         return all(
             names is not None
             and names.fullmatch(each.name) is not None
+            # wandb keeps each run in a directory, and links to the latest.
             and (each.is_file(follow_symlinks=False) or entry.name == layout.WANDB)
             for each in inner
         )

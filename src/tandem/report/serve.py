@@ -80,6 +80,7 @@ class ReportServer:
 
     def serve(self, should_stop: Callable[[], object]) -> None:
         """Serve until `should_stop()` returns True."""
+        # `handle_request` returns after this time without a client, so that a stop is noticed.
         self._http.timeout = SUPERVISE_SECONDS
         try:
             while not should_stop():

@@ -114,12 +114,14 @@ class MetricsServer:
         """
         deadline = time.monotonic() + self._hold_seconds
         with self._read_done:
+            # `note_read` lowers it once the response is sent, or could not be sent.
             self._held += 1
             has_room = self._held <= MOST_HELD  # decided once: a later page must not end an earlier one
             while self.metrics.final_since is None:
                 left = deadline - time.monotonic()
                 if left <= 0 or not has_room or self._is_closing:
                     return {}
+                # In short waits, because the registry does not notify this condition when the run ends.
                 self._read_done.wait(min(left, 0.1))
         return {"run": self.status(), "history": self._asked["/api/history"](), "log": self._own_log()}
 
@@ -171,6 +173,7 @@ class MetricsServer:
         return 200 if good else 503, "application/json", (to_json(shown) + "\n").encode()
 
     def _own_log(self) -> Mapping[str, object]:
+        # A program may print anything, including secrets.
         if self._http.is_local or self.access.token is not None:
             return self._log()
         return {

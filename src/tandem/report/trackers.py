@@ -81,6 +81,7 @@ def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
             found[name] = value
         elif name not in ("step", "time"):
             found[f"train/{name}"] = value
+    # JSON has no NaN, so the journal has it as text (`journal.plain`).
     return {name: float(value) for name, value in found.items() if isinstance(value, str | int | float)}
 
 
@@ -96,6 +97,7 @@ class MLflow:
         self._settings: Mapping[str, object] | None = beginning.settings
         if beginning.known is not None:
             self.id = beginning.known
+            # The end of the earlier launch has closed the run.
             self._client.update_run(self.id, status="RUNNING")
             return
         experiment = mlflow.tracking.fluent._get_experiment_id()  # honors MLFLOW_EXPERIMENT_NAME
@@ -107,10 +109,12 @@ class MLflow:
         self.id = run.info.run_id
 
     def rows(self, rows: Sequence[MetricRow]) -> None:
+        # Not sent on creation: here, a failure is retried together with the rows.
         if self._settings is not None:
             self._say_settings(self._settings)
             self._settings = None
         self._log("metrics", [
+            # MLflow counts time in milliseconds.
             self._entities.Metric(_name(name), value, int(row.time * 1000), row.step)
             for row in rows for name, value in row.numbers.items()
         ])  # fmt: skip
@@ -128,6 +132,7 @@ class MLflow:
         self._log("tags", [self._entities.RunTag(f"now.{name}", text) for name, text in changed.items()])
 
     def end(self, state: str, summary: Mapping[str, object]) -> None:
+        # A launch that ends before its first row has not sent its settings yet.
         self.rows([])
         facts = {"state": state, **summary}
         self._log("tags", [

@@ -80,6 +80,7 @@ class JournalReader:
                 self._at = (-1, 0)
                 file.seek(0)
             stray = 0
+            # A line without an end is still being written, and is read in the next round.
             while (line := file.readline(LINE_BYTES)).endswith(b"\n") and stray < MOST_STRAY_LINES:
                 self._offset = self._offset + len(line)
                 self._last = line
@@ -112,6 +113,8 @@ class Sending:
         before = self._mark.sent
         while waiting := self._next():
             tracker.rows([row for _, row in waiting])
+            # Only now that the rows are accepted. If this process dies before, they are sent again, which
+            # does no harm.
             self._keep(waiting[-1][0])
             self._waiting = []
         return self._mark.sent - before
@@ -142,6 +145,8 @@ class Sending:
         if self._tracker is None:
             about = self._about.read(self.files)
             settings = {str(row["name"]): row["value"] for row in about["settings"]}
+            # Written first: if this process dies before the tracker's ID is known, the next one finds the run
+            # by `ours`.
             self._keep(self._mark)
             folder = self._run.folder
             known = RunStart(self._mark.ours, self._mark.run, folder.name, settings, folder)
@@ -165,6 +170,7 @@ class Sending:
 
     def _keep(self, mark: UploadMark) -> None:
         self._mark = mark
+        # A run may have had another tracker before, whose mark must stay.
         others = self._run.files().read(layout.TRACKER)
         write_json_atomic(self._run.folder / layout.TRACKER, {**others, self._name: asdict(mark)})
 
@@ -177,6 +183,7 @@ def follow(sending: Sending, name: str, until: Callable[[float], str | None]) ->
     failing = False
     pause = 0.0
     while True:
+        # Read before `send`, which then includes all rows of a launch that has ended.
         ended = until(pause)
         try:
             rows = sending.send()
@@ -220,6 +227,7 @@ def follow_launch(sending: Sending, name: str, config: Mapping[str, object], run
 @contextmanager
 def alone(folder: Path, wait: bool) -> Iterator[None]:
     """Ensure a single sender: that of a killed launch may still be sending. Raises ConfigError."""
+    # The lock needs no file in the run, and the kernel releases it however the process ends (flock(2)).
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

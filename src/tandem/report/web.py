@@ -70,6 +70,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.handle_one_request()
 
     def _read_head(self) -> bytes | None:
+        # One deadline for all reads: a client that sends a byte now and then would otherwise hold a thread.
         deadline = time.monotonic() + REQUEST_SECONDS
         head = b""
         while b"\r\n\r\n" not in head and b"\n\n" not in head:
@@ -101,6 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
         began = time.monotonic()
         path = self.path.partition("?")[0]
         host = self.headers.get("Host")
+        # Protects against DNS rebinding (`access.is_local_name`).
         if self.server.is_local and owner.access.token is None and not is_local_name(host):
             self._send(421, "text/plain; charset=utf-8", NOT_CALLED_SO)
             return
@@ -109,6 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
         is_sent = False
         try:
             self._send(code, content_type, body)
+            # A HEAD request has shown no one the final state, which `linger` waits for.
             is_sent = self.command == "GET"
         finally:
             if code == 200:
@@ -144,6 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
 def bind(host: str, port: int, owner: Answers, what: str = "metrics") -> WebServer:
     """Listen, if necessary on another port or on loopback, with a warning. Raises OSError."""
     error: Exception | None = None
+    # A busy port or a wrong host must not end a training run.
     for try_host, try_port in ((host, port), (host, 0), ("127.0.0.1", 0)):
         try:
             kind = socket.SOCK_STREAM

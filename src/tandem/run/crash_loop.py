@@ -67,8 +67,10 @@ class CrashLoop:
         self._is_ours = is_ours
         step = newest_step(checkpoints) or 0
         before = Record.parse(self._read())
+        # A newer checkpoint than at the last count is progress, so the count begins again.
         self._before = before if step <= before.step else Record(step=step)
         self._timer = threading.Timer(STEADY_SECONDS, self._forget)
+        # Without this, an exit that does not reach `end` would wait for the timer.
         self._timer.daemon = True
 
     def begin(self, allowed: int, should_stop: Callable[[], bool]) -> None:
@@ -87,9 +89,11 @@ class CrashLoop:
                 "%d starts in a row have saved nothing new after step %d (%s): waiting %.0f s",
                 before.starts, before.step, before.reason or "killed", seconds,
             )  # fmt: skip
+        # In short sleeps, because a stop during the wait must not outlast the platform's grace period.
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not should_stop():
             time.sleep(MONITOR_SECONDS)
+        # Written before any rank starts, because a node that is killed cannot record its own end.
         self._write(Record(before.starts + 1, before.step))
         self._timer.start()
 
@@ -102,6 +106,7 @@ class CrashLoop:
         if code < 128 or code == STOPPED:  # 255 as well: a platform restarts it
             self._forget()
         elif generations == 0:
+            # No rank has run, so this start says nothing about the program.
             self._write(self._before)
         else:
             self._write(Record(self._before.starts + 1, self._before.step, f"code {code}, {reason}"[:1000]))
@@ -121,6 +126,7 @@ class CrashLoop:
         self._put(None)
 
     def _put(self, record: bytes | None) -> None:
+        # A launch that has lost the lease must not change the count of the new owner.
         if not self._is_ours():
             return
         try:
@@ -135,6 +141,7 @@ class CrashLoop:
             else:
                 write_bytes_atomic(self._folder / layout.STARTS, record)
         except OSError as error:
+            # The count is only a safeguard: a full volume must not keep the run from training.
             log.warning("cannot record this start in %s: %s", self._where, error)
 
 
@@ -142,5 +149,6 @@ def backoff_seconds(starts: int) -> float:
     """Return the wait after `starts` starts that have saved nothing new."""
     if starts <= AT_ONCE:
         return 0.0
+    # math.pow raises OverflowError for an exponent of 1024; 16 doublings already exceed the longest wait.
     doublings = min(starts - AT_ONCE - 1, 16)
     return min(FIRST_BACKOFF_SECONDS * math.pow(2, doublings), LONGEST_BACKOFF_SECONDS)

@@ -85,6 +85,8 @@ class RunDir:
     @cached_property
     def checkpoints(self) -> CheckpointStore:
         """Raises ConfigError if the library for the address is not installed."""
+        # Created on first use, because the library for an address may be missing, and not every command needs
+        # it.
         return CheckpointStore(self.where / layout.CHECKPOINTS, fence(self.where, self._token))
 
     @cached_property
@@ -107,6 +109,8 @@ class RunDir:
         if self.is_here:
             yield self
             return
+        # Not in `folder`: `fetch` replaces and removes files there, and this run may be training on this
+        # machine.
         with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
             copied = RunDir(self.where, folder=Path(folder))
             copied.mirror.fetch()
@@ -151,6 +155,7 @@ class RunDir:
     @contextmanager
     def made(self, is_first: bool = True) -> Iterator[None]:
         """Call `make_private`; at the end, the first node removes empty directories that it created."""
+        # Listed before anything is created, so that empty directories of the user stay.
         made = [each for each in (self.folder, *self.folder.parents) if is_first and not exists(each)]
         self.make_private()
         try:
@@ -170,6 +175,7 @@ class RunDir:
         top = _temporary()
         if self.folder.is_relative_to(top):
             top.mkdir(mode=0o700, exist_ok=True)
+            # mkdir with exist_ok accepts a link to a directory, which another user may have planted in /tmp.
             if top.is_symlink() or top.stat().st_uid != os.getuid():
                 raise PermissionError(f"{top} belongs to another user; remove it or set TMPDIR")
         self.folder.mkdir(parents=True, exist_ok=True)

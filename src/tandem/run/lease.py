@@ -63,6 +63,8 @@ class Lease:
             except RunTakenError as error:
                 self.lost = str(error)
             except OSError as error:
+                # A volume may be away for a while. Each publication checks the token itself, so a missed
+                # renewal alone is no danger.
                 if not self._has_failed:
                     log.warning("cannot renew the lease on %s: %s; will keep trying", self._run_dir, error)
                 self._has_failed = True
@@ -70,6 +72,8 @@ class Lease:
     def _renew(self, notes: Notes) -> None:
         assert self.token is not None and self._note is not None
         note = replace(self._note, renewed=time.monotonic(), renewals=self._note.renewals + 1)
+        # Before the rewrite, which on an object store would create a record again that a new owner has
+        # removed.
         check(notes, self._run_dir, self.token, note)
         notes.rewrite(self.token.number, note.render())
         self._note = note
@@ -98,6 +102,7 @@ class Lease:
         self._closing.set()
         if self._note is None or self.token is None:
             return
+        # The thread must not renew the record after it has been marked as over.
         self._thread.join(OWNER_RENEW_SECONDS)  # not without a limit: the volume may hang
         notes = notes_at(self._run_dir / layout.OWNER)
         try:
@@ -121,6 +126,7 @@ def claim(run_dir: PurePath, job: str = "", should_stop: Callable[[], bool] = la
     try:
         while True:
             numbers = notes.numbers()
+            # Created again in each round, because `renewed` must be current after a wait.
             here = LeaseRecord.mine(job)
             last = max(numbers, default=0)
             raw = notes.read(last) if last else None
@@ -133,6 +139,7 @@ def claim(run_dir: PurePath, job: str = "", should_stop: Callable[[], bool] = la
             # While this process was delayed, other launches may have created larger numbers and removed this
             # one, so that creating it again succeeds.
             if notes.create(last + 1, here.render()) and max(notes.numbers()) == last + 1:
+                # Only now, because a launch that starts in between must find a record.
                 for old in numbers:
                     notes.remove(old)
                 return Lease(run_dir, Token(last + 1, here.word), here)
@@ -149,6 +156,7 @@ def restarted_as(placement: Placement) -> str:
     """
     if placement.job or placement.platform not in STARTED_ONCE:
         return placement.job
+    # A loopback master is the same for every job, so the name of the pod or container identifies this one.
     is_name = placement.master_host not in ("localhost", LOOPBACK)
     name = placement.master_host if is_name else os.uname().nodename
     return f"{placement.platform} {name}:{placement.master_port}"
@@ -174,6 +182,8 @@ def owner_here(run_dir: PurePath) -> LeaseRecord | None:
 
 def _lives(found: LeaseRecord, here: LeaseRecord) -> bool:
     """Return True if the owner's process is visible, running, and has renewed its lease recently."""
+    # A frozen process (SIGSTOP, `docker pause`) is visible but renews nothing, and loses the run like an
+    # unreachable one.
     is_running = found.is_seen_from(here) and not found.is_gone(here)
     return is_running and found.silence(here) <= OWNER_EXPIRY_SECONDS
 
@@ -200,6 +210,8 @@ def _may_take(
     """
     found = LeaseRecord.parse(raw)
     if found is None:
+        # The record may be damaged, or of another version with other fields. A renewal changes its bytes in
+        # any case.
         why = _watch(notes, run_dir, number, raw, OWNER_EXPIRY_SECONDS, should_stop)
     elif found.is_over:
         return True
@@ -210,6 +222,8 @@ def _may_take(
     elif here.job and found.job == here.job:
         why = "an earlier start of this job"
     else:
+        # Silence on this boot's clock counts. Another machine's clock cannot be compared, so its lease gets
+        # the full time.
         left = OWNER_EXPIRY_SECONDS - found.silence(here)
         why = _watch(notes, run_dir, number, raw, left, should_stop)
     if why:

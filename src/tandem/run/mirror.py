@@ -37,6 +37,8 @@ class Mirror:
         if (store := self._store()) is None:
             return
         folder = self._folder
+        # One decision for both files of the journal, because a rotation moves lines from one to the other.
+        # See docs/architecture.md#where-checkpoints-are-stored.
         has_more_events = self._has_more_events(store)
         for name in layout.COPIED:
             if name.startswith(layout.EVENTS) and has_more_events:
@@ -46,6 +48,7 @@ class Mirror:
             if name == layout.TRACKER and exists(path):
                 continue  # it is written more often than it is copied, so the local one is newer
             if content is None:
+                # The store lacks a file that was deleted there, such as the summary of an earlier end.
                 path.unlink(missing_ok=True)
             # A local file that begins with the copy has the same history and more lines.
             elif not exists(path) or not path.read_bytes().startswith(content):
@@ -63,6 +66,8 @@ class Mirror:
         Raises OSError.
         """
         if (store := self._store()) is not None:
+            # Both calls come before `fetch`, which would bring the earlier launch's files back into the
+            # folder.
             store.write(self._where / layout.CONFIG, config)
             if not keeps_summary:
                 store.delete(self._where, [layout.SUMMARY])
@@ -74,6 +79,8 @@ class Mirror:
             return
         for name in layout.COPIED:
             try:
+                # Read before the content: a line that is appended in between causes another copy and is not
+                # missed.
                 state = (self._folder / name).stat()
                 mark = (state.st_size, state.st_mtime_ns)
                 if self._pushed.get(name) != mark:

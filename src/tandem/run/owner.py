@@ -70,6 +70,7 @@ class LeaseRecord:
             space=os.stat("/proc/self/ns/pid").st_ino,
             process=pid,
             born=_born(pid) or 0,
+            # The record has a fixed length (NOTE_BYTES).
             job=job[:200],
             since=time.time(),
             renewed=time.monotonic(),
@@ -85,6 +86,7 @@ class LeaseRecord:
             found: dict[str, Any] = parsed(raw or b"")
             kinds: dict[str, Any] = {name: field.type for name, field in cls.__dataclass_fields__.items()}
             if found.keys() == kinds.keys() and all(isinstance(found[name], kinds[name]) for name in kinds):
+                # `__str__` formats this number as a date, which fails for numbers that no date can represent.
                 moment(found["since"])
                 return cls(**found)
         except (ValueError, AttributeError):
@@ -115,6 +117,8 @@ class LeaseRecord:
         return max(0.0, here.renewed - self.renewed) if self.boot == here.boot else 0.0
 
     def _is_of_an_earlier_boot(self, here: "LeaseRecord") -> bool:
+        # Containers of one image, and cloned machines, may share a machine ID. The host name must match as
+        # well.
         is_same = bool(here.machine) and (self.machine, self.host) == (here.machine, here.host)
         return is_same and self.boot != here.boot
 
@@ -128,6 +132,7 @@ def _first_line(path: str) -> str:
 def _born(pid: int) -> int | None:
     """Return when a process started, in clock ticks, which identifies it if its PID is reused. None: gone."""
     fields = stat_of(pid)
+    # A zombie still has its entry in /proc, but it writes nothing any more.
     return int(fields[19]) if fields and fields[0] not in "ZX" else None
 
 
@@ -139,6 +144,7 @@ def _is_above(pid: int) -> bool:
             return True
         fields = stat_of(above)
         above = int(fields[1]) if fields else 0
+    # Process 1 has no parent to follow, and in a container it may be the agent.
     return above == pid
 
 
@@ -160,6 +166,7 @@ def check(notes: Notes, run_dir: PurePath, token: Token, note: LeaseRecord | Non
     """
     found = LeaseRecord.parse(notes.read(token.number))
     if found is None:
+        # A rank has the token but not the record. Owners are compared by the word, so its own record will do.
         notes.create(token.number, (note or replace(LeaseRecord.mine(""), word=token.word)).render())
         found = LeaseRecord.parse(notes.read(token.number))
     last = max(notes.numbers(), default=token.number)

@@ -15,6 +15,7 @@ if __name__ == "__main__":
     job, position, lifeline = pickle.loads(Path(sys.argv[1]).read_bytes())
     spare_who_does_not_know()
     if lifeline is not None:
+        # Only the exec needed it. Programs that the script starts must not inherit the pipe.
         os.set_inheritable(lifeline, False)
         heed(lifeline)
     name_process(f"tandem-rank-{position.rank}")  # exec removes the name

@@ -51,6 +51,7 @@ def execute(program: Program) -> None:
     """Run the program as `__main__`; its exceptions propagate, SystemExit too."""
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
+    # pickle and multiprocessing look for the classes and functions of a script here.
     sys.modules["__main__"] = main
     place = os.getcwd() if program.kind == "module" else str(Path(program.target).resolve().parent)
     # As python does, unless its user asked for a safe path; tandem's own request does not count.
@@ -63,6 +64,7 @@ def execute(program: Program) -> None:
     path = os.path.abspath(program.target)
     loader = importlib.machinery.SourceFileLoader("__main__", path)
     main.__dict__.update(__file__=path, __cached__=None, __loader__=loader, __spec__=None, __package__=None)
+    # Compiled from bytes, because the file may declare its encoding (PEP 263).
     exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main.__dict__)
 
 
@@ -103,6 +105,7 @@ def leave(code: int) -> NoReturn:
         cast(Any, atexit)._run_exitfuncs,
         sys.stdout.flush,
         sys.stderr.flush,
+        # os._exit does not flush the buffers of C's stdio, which native code may have filled.
         lambda: ctypes.CDLL(None).fflush(None),
     ]
     for step in steps:

@@ -53,6 +53,7 @@ def write(file: Path, function: Callable[..., Any], arguments: Sequence[Any]) ->
             "connections and generators inside the function"
         ) from None
     search = [os.path.abspath(each) for each in sys.path]  # "" is the current directory
+    # The call is a pickle inside a pickle: its modules can be imported only after sys.path has been set.
     file.write_bytes(pickle.dumps((search, buffer.getvalue())))
 
 
@@ -76,6 +77,7 @@ def run(file: Path) -> None:
             f"{file.stem} returned {type(result).__name__}, which cannot be pickled ({reason(error)}); "
             "return numbers, text, tensors, or lists and dicts of them"
         ) from None
+    # The rename keeps half a result, of a rank that is killed here, from being read as one.
     partial = file.with_suffix(".partial")
     partial.write_bytes(packed)
     partial.replace(file.with_suffix(RESULT))

@@ -22,6 +22,7 @@ def heed(descriptor: int) -> None:
         # An error of the pipe is treated like its end: the agent cannot be reached any more.
         except OSError:
             pass
+        # Not sys.exit, which would end only this thread.
         os._exit(PEER_LOST)
 
     threading.Thread(target=read, name="agent-lifeline", daemon=True).start()

@@ -71,6 +71,7 @@ class Watch:
 
     def hand_over(self) -> None:
         """Stop sending: the script reports its position itself from now on."""
+        # The heartbeat thread, which would install the hook, ends after this.
         self._count_steps()
         self._tell_steps()
         self._is_silent = True
@@ -95,6 +96,7 @@ class Watch:
 
     def _after_step(self, optimizer: object, _args: object, _kwargs: object) -> None:
         """Count a step. With several optimizers (a GAN), the one that steps most often defines the steps."""
+        # After `hand_over`, the first step still counts, because the imports are recorded at it.
         if self._is_silent and self.steps:
             return
         self._counts[id(optimizer)] += 1
@@ -136,6 +138,8 @@ class Watch:
 
     def _heartbeat(self) -> Heartbeat:
         place, in_distributed, in_autograd = where(self._effort.frame)
+        # DDP waits for gradients in C++ inside backward, where no frame shows it. A backward that computes
+        # uses a core.
         waiting = in_distributed or (in_autograd and not self._effort.is_busy())
         if not waiting:
             self._pace.seen_at(place)
@@ -158,6 +162,7 @@ class Watch:
             phase=place,
             quiet=round(quiet, 3),
             limit=limits.of_work(trains),
+            # A copy, because the training thread appends to the deque meanwhile.
             hang=limits.of_silence(median(tuple(self._times) or (0.0,)) if trains else None),
             trained=trains,
             waiting=waiting and quiet > 2 * BEAT_SECONDS,

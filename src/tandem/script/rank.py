@@ -77,11 +77,14 @@ def run_rank(job: Job, position: Position) -> NoReturn:
 
 def warm_up(job: Job, expected: Position | None) -> None:
     """Prepare a standby process: import what the script has imported, as the rank that it will be."""
+    # An exec would lose the imports.
     if job.cold or job.program.kind == "command" or expected is None:
         return
     set_variables(job, expected)  # some packages read their rank when they are imported
     names = json.loads(imports_file(expected).read_text())
     for name in names:
+        # A module may be importable only from inside the script. The rank imports it itself then, and shows
+        # any error.
         with suppress(Exception):
             importlib.import_module(name)
 
@@ -221,6 +224,7 @@ def _write_down(error: BaseException, position: Position) -> None:
     if path.exists():
         return  # written by @record
     text = "".join(traceback.format_exception(error))
+    # The end of a long traceback has the error.
     more = {"py_callstack": text[-20_000:], "timestamp": str(int(time.time()))}
     words = {"message": f"{type(error).__name__}: {text_of(error)}", "extraInfo": more}
     with suppress(OSError):

@@ -66,6 +66,8 @@ def process_age_seconds() -> float:
     """Return the age of this process (Linux: proc(5)); 0.0 if unknown."""
     try:
         with open("/proc/self/stat", encoding="ascii") as stat, open("/proc/uptime", encoding="ascii") as up:
+            # Field 22 is the start time in clock ticks. Fields are counted from the last parenthesis, because
+            # the name before it may contain spaces and parentheses.
             started = int(stat.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
             return max(0.0, float(up.read().split()[0]) - started)
     except (OSError, ValueError, IndexError):
@@ -91,6 +93,7 @@ class Replays:
 
     def begin(self, step: int) -> tuple[int, int]:
         """Begin a generation at `step`; return (unreported steps of this launch, how many were repeats)."""
+        # The first generation resumes steps of an earlier launch, which that launch has counted.
         unreported = max(0, step - self._done) if self._has_begun else 0
         again = self.advance(step) if unreported else 0
         self._has_begun = True
@@ -135,6 +138,7 @@ class CountingHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         level = "critical" if record.levelno >= logging.CRITICAL else record.levelname.lower()
+        # The label has only these values, and a library may define levels in between.
         if level in ("warning", "error", "critical"):
             self._count(Samples([metrics.LOG_MESSAGES.inc(level=level)]))
 

@@ -35,6 +35,7 @@ class Bar(Protocol):
 
 def open_bar(total: int, initial: int, stream: Any) -> Bar:
     """Open a bar of `total` steps, of which `initial` are done."""
+    # rich draws with escape sequences, which a file or a dumb terminal would show as text.
     if stream.isatty() and not is_dumb():
         try:
             return RichBar(total, initial, stream)
@@ -102,6 +103,7 @@ class RichBar:
         self._epoch = ""
         self._loss = ""
         self._pace = ""
+        # Reentrant, because `making_way` draws while it holds the lock.
         self._lock = threading.RLock()
         self._draw()
 
@@ -131,14 +133,17 @@ class RichBar:
     def _draw(self) -> None:
         with self._lock:
             self._next_draw = time.monotonic() + BAR_SECONDS
+            # A full line would wrap on some terminals, and \r returns only to the start of its last row.
             width = self._console.width - 1
             parts = self._parts(width - NARROWEST_BAR)
             told = sum(len(text) + 2 for text, _ in parts)
             bar = self._progress_bar(self._total, self._step, width=max(1, min(width - told, 60)))
+            # Captured and written in one call, so that no other writer comes between the parts.
             with self._console.capture() as drawn:
                 self._console.print(bar, end="")
                 text = self._text.assemble(*((f"  {text}", style) for text, style in parts))
                 self._console.print(text, end="", no_wrap=True, overflow="crop")
+            # Clears the line first, because the new text may be shorter.
             self._stream.write(f"\r\x1b[K{drawn.get()}")
             self._stream.flush()
 

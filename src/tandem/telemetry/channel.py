@@ -33,11 +33,13 @@ class Receiver:
         self._on_message = on_message
         self._on_error = on_error
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Only a socket is removed: a wrong path must not delete a file.
         if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
             path.unlink()  # left by a killed agent
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             _at_path(path, self._socket.bind)
+            # bind follows the umask, and other users must not send messages.
             path.chmod(0o600)
         except OSError:
             self._socket.close()
@@ -56,8 +58,10 @@ class Receiver:
 
     def _run(self) -> None:
         while True:
+            # Read before `recv`: only a timeout that began after `close` proves that the queue is empty.
             closing = self._closing.is_set()
             try:
+                # One byte more than allowed, because recv cuts a longer datagram silently.
                 self._take(self._socket.recv(MAX_MESSAGE_BYTES + 1))
             except TimeoutError:
                 if closing:
@@ -83,6 +87,7 @@ class Sender:
     def __init__(self, path: Path) -> None:
         self.dropped = 0
         self._path = path
+        # The training thread, the heartbeat thread and the checkpoint writer send through one socket.
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
 
@@ -115,6 +120,8 @@ class Sender:
     def _connect(self) -> socket.socket:
         new = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
+            # A full queue drops the message, because training must not wait for an agent that is busy or
+            # stopped.
             new.setblocking(False)
             _at_path(self._path, new.connect)
         except BaseException:

@@ -138,6 +138,8 @@ class Clock:
         if found is None or found[0] not in KERNEL_PHASES:
             return None
         phase, ago = found
+        # Without the callback, backward includes the wait for other ranks, and proves nothing about this one.
+        # See docs/architecture.md#hangs.
         return None if phase == "backward" and not self._knows_wait else (phase, self.step - ago)
 
     @property
@@ -148,6 +150,7 @@ class Clock:
     @property
     def typical_step(self) -> float:
         """The median duration of the last RECENT_STEPS steps, in seconds; rare long steps do not count."""
+        # A copy, because the training thread appends to the deque meanwhile.
         return median(tuple(self._durations) or (0.0,))
 
     def stamp(self, record: logging.LogRecord) -> bool:
@@ -232,6 +235,7 @@ class DeviceTimer:
         return times
 
     def pause(self) -> None:
+        # The idle time until the next step is then no wait for data.
         self._previous_end = None
 
     def drain(self) -> list[StepTimes]:
@@ -243,6 +247,7 @@ class DeviceTimer:
         It is called from another thread. Without set_device, that thread would begin to use the first GPU.
         """
         with suppress(RuntimeError):  # the training thread continued meanwhile, or the GPU has failed
+            # Copies, because the training thread changes both deque and lists meanwhile.
             steps = [*self._steps]
             torch.cuda.set_device(self._device)
             for index, marks in enumerate([*steps, self._marks]):

@@ -55,6 +55,7 @@ class Counter(Family):
     def wire_names(self) -> tuple[str, ...]:
         return (f"{self.name}_total",)
 
+    # Positional only, so that a label may have any name.
     def inc(self, amount: float = 1, /, **labels: object) -> Sample:
         return Sample(self.name, labels, amount)
 

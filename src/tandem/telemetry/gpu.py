@@ -65,6 +65,7 @@ class Gpus:
             try:
                 self._sample_one(gpu, handle, samples)
             except Exception as error:
+                # A failed GPU is sampled again every few seconds, and would fill the log.
                 if not self._told:
                     self._told = True
                     logger.warning("cannot query GPU %d: %s", gpu, error)
@@ -89,6 +90,7 @@ class Gpus:
         }
         samples.append(metrics.GPU_INFO.set(1, gpu=gpu, **names))
         used = ask(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+        # NVML returns percent, and Prometheus' convention is a ratio.
         put(metrics.GPU_UTILIZATION_RATIO, used.gpu / 100 if used is not None else None)
         memory = ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
         put(metrics.GPU_MEMORY_USED_BYTES, memory.used if memory is not None else None)
@@ -101,6 +103,8 @@ class Gpus:
         put(metrics.GPU_THROTTLED, None if reasons is None else float(bool(reasons & self._slowdown_mask())))
         millijoules = ask(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
         if millijoules is not None:
+            # NVML counts from the load of the driver; a reload begins at 0. Only the energy since the first
+            # sample counts.
             before = self._energy.setdefault(gpu, millijoules)
             self._energy[gpu] = millijoules
             samples.append(metrics.GPU_ENERGY_JOULES.inc(max(0.0, (millijoules - before) / 1e3), gpu=gpu))
@@ -108,6 +112,7 @@ class Gpus:
     def _slowdown_mask(self) -> int:
         mask = 0
         for reason in SLOWDOWN_REASONS:
+            # Newer versions of NVML have renamed the constants.
             for spelling in (f"nvmlClocksEventReason{reason}", f"nvmlClocksThrottleReason{reason}"):
                 mask |= int(getattr(self._nvml, spelling, 0))
         return mask

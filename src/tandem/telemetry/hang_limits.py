@@ -33,6 +33,7 @@ class HangLimits:
         """Return the limit for a rank that trains but shows no work."""
         if self.hang_timeout is not None:
             return self.hang_timeout
+        # Not the typical step: a step that compiled or waited for a volume may recur, and was no hang.
         return max(IDLE_HANG_SECONDS, LONGEST_PER_HANG * longest_step)
 
     def of_work(self, trains: bool) -> float:

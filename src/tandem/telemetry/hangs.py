@@ -90,8 +90,11 @@ class HangHistory:
 
     def _of(self, beat: Beat, exists: bool) -> Beat:
         if exists and self.hang is not None and (beat.waiting or beat.rank == self.hang.rank):
+            # Only --hang-timeout or long steps give more than the limit of a start. AGAIN_SECONDS would be
+            # too short for both.
             limit = beat.hang if beat.hang > STARTING_HANG_SECONDS else AGAIN_SECONDS
             return replace(beat, idle_limit=min(beat.idle_limit, limit))
+        # With --hang-timeout both limits are equal, and the user's value counts.
         is_auto = beat.trains and beat.idle_limit > beat.hang
         return replace(beat, idle_limit=max(beat.idle_limit, self.idle_limit)) if is_auto else beat
 
@@ -125,6 +128,7 @@ def judge(beats: Sequence[Beat], past: HangHistory = NOTHING_BEFORE) -> Alarm | 
     if what == ELSEWHERE:
         return alarm
     option = "--hang-timeout" if beat.trains else "--phase-timeout"
+    # Twice the time that was seen, so that the suggested value does not fail at once.
     longer = 10 * math.ceil(alarm.seconds / 5)
     return replace(
         alarm, text=f"{alarm.text}; if this work is meant to take that long, use {option} {longer}"
@@ -138,11 +142,13 @@ def _overdue(beats: Sequence[Beat]) -> tuple[Beat, str] | None:
         overdue = [beat for beat in busy if beat.quiet > beat.limit or beat.idle > beat.idle_limit]
         if not overdue:
             return None
+        # The others wait for the rank with the fewest steps. See docs/architecture.md#hangs.
         last = min(overdue, key=lambda beat: (beat.step, -beat.quiet))
         return last, "has made no progress"
     places = Counter(map(_place, beats))
     for beat in beats:
         limit = beat.hang if len(places) > 1 and beat.trains else beat.idle_limit
+        # One rank that came late is enough: the collective may still complete.
         if beat.idle <= min(limit, beat.idle_limit) and beat.quiet <= beat.limit:
             return None
     if not beats:
@@ -157,6 +163,7 @@ def _place(beat: Beat) -> tuple[int, int | str]:
 
 
 def _order(phase: str) -> int:
+    # Lines of a script have no order.
     return STEP_PHASES.index(phase) if phase in STEP_PHASES else len(STEP_PHASES)
 
 
@@ -178,6 +185,7 @@ def _is_near(step: int, hang: Alarm) -> bool:
 
 
 def _is_same_line(one: str, other: str) -> bool:
+    # Only a script's phase, which is a source line, has a colon. The phases of a task recur in every step.
     return one == other and ":" in one
 
 

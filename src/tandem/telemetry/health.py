@@ -130,6 +130,7 @@ def check(
         return False, f"no heartbeat: {path} does not exist"
     except OSError as error:
         return False, f"no heartbeat: {path}: {error.strerror}"
+    # All that a damaged file can raise; RecursionError is from deeply nested JSON. A probe needs an answer.
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return False, f"no heartbeat: {path} is not a heartbeat"
 
@@ -156,6 +157,7 @@ def judge(record: Mapping[str, object], now: float, stale: float = STALE_SECONDS
     state = str(record["state"])
     step = count(record["step"])
     where = f"{state} at step {step:,}"
+    # Final states come first, because no heartbeat follows them.
     if state == "succeeded":
         return True, where
     if state in ("stopped", "failed"):
@@ -166,6 +168,7 @@ def judge(record: Mapping[str, object], now: float, stale: float = STALE_SECONDS
     pid = count(record["pid"])
     if record.get("machine", _machine()) == _machine() and not _is_alive(pid):
         return False, f"process {pid} is gone ({where})"
+    # A clock that was set back, or another node's, may be behind the record.
     quiet = max(0.0, now - finite(record["last_progress"]))
     limit = float("inf") if record["limit_seconds"] is None else finite(record["limit_seconds"])
     if quiet > limit:
@@ -183,6 +186,7 @@ def main(environ: Mapping[str, str], as_json: bool = False, run_dir: str | None 
     else:
         healthy = False
         line = "TANDEM_STATE_DIR is not set; give a run directory: tandem health RUN_DIR"
+    # The line has text from a file, which may be damaged, and goes to a terminal.
     line = "".join(each if each.isprintable() else " " for each in line[:LONGEST_LINE])
     if as_json:
         print(json.dumps({"healthy": healthy, "reason": line}), flush=True)
@@ -192,6 +196,7 @@ def main(environ: Mapping[str, str], as_json: bool = False, run_dir: str | None 
 
 
 def _is_alive(pid: int) -> bool:
+    # kill(2) takes 0 and negative numbers as process groups, and would succeed.
     if pid <= 0:
         return False
     try:

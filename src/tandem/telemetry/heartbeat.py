@@ -60,6 +60,7 @@ class Heartbeats:
             now = running_clock.now()
             quiet = now - clock.since
             trains = clock.current in STEP_PHASES and clock.has_trained
+            # Most phases are shorter, so the stack and the events are examined only after two heartbeats.
             stands = quiet > 2 * self._pause
             kernel = clock.kernel() if stands and trains else None
             phase = clock.current
@@ -68,6 +69,7 @@ class Heartbeats:
             if kernel is not None:
                 phase = f"{kernel[0]} (kernel)"
                 step = kernel[1]
+            # Work of the host, such as its loaders', says nothing about a kernel, so all of the time counts.
             idle = quiet if kernel is not None else min(quiet, max(0.0, now - self._effort.worked_at))
             limits = self._limits
             self._send(
@@ -104,6 +106,7 @@ class Heartbeats:
 
     def _record_if_stuck(self) -> None:
         stuck = running_clock.now() - self._clock.since > self._hang_seconds()
+        # Once for each phase that is stuck, because the record does not change while the rank waits.
         if stuck and self._recorded != self._clock.entered:
             self._recorded = self._clock.entered
             with suppress(OSError):
@@ -117,4 +120,5 @@ class Heartbeats:
         if not self._clock.is_of_host:  # the host waits for kernels where it uses their results
             return self._clock.current in ("backward", "optimizer")
         is_in_torch = frame is not None and "/torch/" in frame.f_code.co_filename
+        # gloo's wait for gradients has no Python frame, and takes no CPU time.
         return self._clock.current == "backward" and is_in_torch and not self._effort.is_busy()

@@ -46,6 +46,7 @@ def to_json(value: object, indent: int | None = None) -> str:
 
 def write_bytes_atomic(path: Path, content: bytes) -> None:
     """Replace `path` durably: readers see the old or the new content, never a part. Raises OSError."""
+    # Several threads and processes may write the same file at once.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         temporary.unlink(missing_ok=True)
@@ -55,8 +56,10 @@ def write_bytes_atomic(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
+        # A failed write, for example on a full disk, must not leave a part there.
         temporary.unlink(missing_ok=True)
         raise
+    # After a power loss, the rename is there only if the directory has been synced, too (fsync(2)).
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(directory)
@@ -97,6 +100,8 @@ class Journal:
         information.
         """
         fresh = self.events_path.with_name(f".{EVENTS}.new")
+        # OSError: another process rotates the file, or has rotated it. The next event tries again if
+        # necessary.
         with self._lock, suppress(OSError), exclusively(self.events_path, EVENTS_BYTES):
             counted = Restarts(read_events(self._run_dir)).counted()
             line = to_json({"time": time.time(), "kind": COUNTED, **counted})
@@ -151,9 +156,11 @@ class Journal:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with appending(path) as file:
+                    # Otherwise this line would be lost as well, as the end of the incomplete one.
                     if _is_torn(file.fileno()):
                         line = b"\n" + line
                     file.write(line)
+                    # The next failure is a new one, and is logged again.
                     self.failures = 0
                     return os.fstat(file.fileno()).st_size
             except OSError as error:

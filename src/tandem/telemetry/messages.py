@@ -106,6 +106,7 @@ KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Mess
 
 def encode(message: Message) -> bytes:
     """Encode one datagram, with NaN as in Python's JSON. Raises TypeError for what JSON cannot hold."""
+    # Without spaces, because a datagram has at most 64 KiB (channel.MAX_MESSAGE_BYTES).
     return json.dumps({"is": type(message).__name__, **vars(message)}, separators=(",", ":")).encode()
 
 
@@ -125,6 +126,7 @@ def checked(kind: type[Declared], words: object) -> Declared:
     values = {}
     for name, hint, types_of_it in _declared(cast(Any, kind)):
         value = values[name] = words.get(name)
+        # The exact type is the common case, and cheaper to check.
         if type(value) not in types_of_it and not _fits(value, hint):
             raise ValueError(f"{kind.__name__} with a strange {name}")
     return kind(**values)
@@ -150,6 +152,7 @@ def _plain(hint: Any) -> tuple[type, ...]:
 def pack_samples(samples: list[Sample]) -> str:
     """Encode the metrics that an agent sends to node 0, all of them, with a number that changes each time."""
     data = json.dumps([time.monotonic_ns(), samples], separators=(",", ":"))
+    # Node 0 would cut a longer row, and count an error in every round.
     return data if len(data) <= MAX_NODE_BYTES else "[0,[]]"
 
 
@@ -166,8 +169,10 @@ def _fits(value: object, hint: Any) -> bool:
     if get_origin(hint) in (Union, types.UnionType):
         return any(_fits(value, each) for each in get_args(hint))
     if hint in (int, float):
+        # Python's bool is a subclass of int.
         return isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
     if get_origin(hint) is list:
+        # JSON has no tuples, so a Sample arrives as a list.
         item = dict if get_origin(get_args(hint)[0]) is dict else list
         return isinstance(value, list) and all(isinstance(each, item) for each in value)
     return isinstance(value, get_origin(hint) or hint)

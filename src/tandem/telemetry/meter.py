@@ -205,6 +205,7 @@ class Meter:
 
         A launch of 20 steps or fewer counts all of its steps. 0.0 before the first step.
         """
+        # The first steps compile and allocate, and do not show the pace of the others.
         total = self.total
         warmup = self._warmup
         if total.steps <= self._warmup_steps:
@@ -223,6 +224,7 @@ class Means:
 
     def add(self, consensus: Consensus) -> None:
         """Add one more step, unless its loss is not finite."""
+        # A single NaN would make the mean of the whole interval NaN.
         if not math.isfinite(consensus.loss):
             return
         self._loss_sum += consensus.loss

@@ -70,6 +70,7 @@ class Progress:
     def close(self) -> None:
         """Leave the bar on the terminal; safe to call twice."""
         if self._bar is not None:
+            # Before the bar is closed, because a log line would draw it again.
             make_way(nullcontext)
             self._bar.close()
             self._bar = None

@@ -132,6 +132,7 @@ class Recorder:
         self._judge_ranks(self._stragglers.arrived())
         if self._progress is not None:
             self._progress.advance(self.step)
+        # Not a message per step, because the steps of small models take only a few milliseconds.
         if time.monotonic() - self._sent_at >= self._pause or len(self._unsent) >= MAX_TIMES:
             self.samples(*self._news_of_steps())
 
@@ -193,6 +194,7 @@ class Recorder:
 
         `exchange` starts to gather a row of every rank, to find the slowest (see `stragglers`).
         """
+        # First, because a GPU may be some steps behind, and these belong to this interval.
         self._timed(self.clock.drain())
         self._judge_ranks(self._stragglers.gather(exchange))
         self.loss, means = self._means.close()
@@ -208,6 +210,7 @@ class Recorder:
 
     def _pace_of_tokens(self, line: LogLine) -> list[Sample]:
         """Return the token rate, nothing before the first token; start counting again for the next line."""
+        # A rate of 0 would look measured in a run that never reports tokens.
         if self._tokens is None or line.interval.seconds <= 0:
             return []
         tokens = self._tokens
@@ -218,6 +221,7 @@ class Recorder:
         point = Point(line.step, time.time(), line.record())
         self._keep(point, "train", {**line.scores, **line.numbers()})
         if self._progress is not None:
+            # Rounded up: the epoch that is in progress or has just ended, counted from 1.
             epoch = -(-line.step // self._plan.steps_per_epoch)
             speed = line.interval.samples_per_second
             more = {name: line.scores[name] for name in self._own if name in line.scores}
@@ -251,6 +255,7 @@ class Recorder:
     def not_finite(self) -> None:
         """Show at once that the loss is not finite, because the run ends and no log line follows."""
         self.loss = math.nan
+        # Otherwise `last_loss` would be the mean of the finite steps before.
         self._means.load({})
         self.samples(metrics.LOSS.set(math.nan, split="train"))
 

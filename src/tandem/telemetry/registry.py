@@ -29,6 +29,7 @@ class Registry:
     """The values of all families, for node `node`. Thread-safe; `apply` never raises."""
 
     def __init__(self, families: Iterable[Family] = FAMILIES, node: int = 0) -> None:
+        # The client would otherwise add a `_created` series to each counter and histogram.
         disable_created_metrics()  # type: ignore[no-untyped-call,unused-ignore]
         self.registry = CollectorRegistry()
         self.state: str = STATES[0]
@@ -36,6 +37,7 @@ class Registry:
         self.final_since: float | None = None  # time.monotonic() of the final state
         self.before_page: Callable[[], None] = lambda: None
         self._node = node
+        # Reentrant, because `apply` counts errors while it holds the lock.
         self._lock = threading.RLock()
         self._families: dict[str, Family] = {}
         self._metrics: dict[str, AnyMetric] = {}
@@ -96,6 +98,8 @@ class Registry:
         with self._lock:
             for name, family in self._families.items():
                 metric = self._metrics[name]
+                # A counter that vanished and returned would look like a reset to rate(), which would count
+                # its total again.
                 if family.by_node and isinstance(metric, prometheus.Gauge):
                     for key in [key for key in self._series[name] if key[-1] == str(node)]:
                         self._series[name].discard(key)
@@ -106,6 +110,7 @@ class Registry:
             take(*arguments)
         except _BadSampleError as bad:
             self.count_error(bad.source)
+        # Conversions and the client raise these, for example for an integer that is too large for a float.
         except (TypeError, ValueError, OverflowError):
             self.count_error("value")
 
@@ -182,6 +187,7 @@ class Registry:
         if not key:
             return metric
         if key not in series:
+            # A task may log scores under ever new names. Each would take memory here and in Prometheus.
             if len(series) >= MAX_SERIES:
                 raise _BadSampleError("series")
             series.add(key)
@@ -269,6 +275,7 @@ def _create(family: Family) -> AnyMetric:
     if isinstance(family, Histogram):
         return prometheus.Histogram(family.name, family.help, registry=None, buckets=family.buckets)
     if isinstance(family, Info):
+        # The client appends the suffix itself.
         return prometheus.Info(family.name.removesuffix("_info"), family.help, registry=None)
     if isinstance(family, StateSet):
         return prometheus.Enum(family.name, family.help, registry=None, states=list(family.states))

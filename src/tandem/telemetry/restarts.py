@@ -51,8 +51,10 @@ class Restarts:
                 self.by_reason.clear()
                 self._next = None
             if self._next is not None:
+                # If the number of nodes differs, a node has left or joined, and that is the cause.
                 reason = self._next if self._nodes in (None, event.get("nodes")) else "elastic"
                 self.by_reason[reason] += 1
+            # A killed process writes no event, so this is the reason unless an event follows.
             self._next = "crash"
             self._nodes = event.get("nodes")
             self._is_over = False

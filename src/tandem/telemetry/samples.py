@@ -36,6 +36,7 @@ def progress_samples(
         metrics.SAMPLES.inc(new_steps * plan.batch_size),
         metrics.MODEL_FLOPS.inc(new_steps * step_flops),
     ]
+    # Alerts compare this time with the present, so a run that only reports must not move it.
     if new_steps:
         now = time.time()
         samples.append(metrics.LAST_STEP_TIMESTAMP_SECONDS.set(now))
@@ -53,6 +54,7 @@ def time_samples(steps: Sequence[StepTimes], sync_bytes: int) -> list[Sample]:
     phases = {name: sum(getattr(each, name) for each in steps) for name in PHASES}
     phases["backward"] += waited
     return [
+        # In nanoseconds, because more digits would only lengthen the message.
         metrics.STEP_DURATION_SECONDS.observe(*(round(each.total, 9) for each in steps)),
         *(metrics.STEP_PHASE_SECONDS.inc(seconds, phase=name) for name, seconds in phases.items()),
         metrics.GRADIENT_SYNC_SECONDS.inc(waited, overlap="exposed"),
@@ -86,6 +88,7 @@ def memory_samples(now: DeviceMemory | None, before: DeviceMemory | None) -> lis
     """Return the memory samples of one GPU, which each rank sends; empty for CPUs."""
     if now is None:
         return []
+    # torch counts from the start of the process, so all of its first reading is new.
     earlier = before or DeviceMemory(0, 0, 0, 0, 0, 0)
     return [
         metrics.TORCH_MEMORY_ALLOCATED_BYTES.set(now.allocated, gpu=now.gpu),

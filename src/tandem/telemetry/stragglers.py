@@ -22,7 +22,7 @@ MARK_SHARE = 0.05
 """The extra time of a marked rank is at least this share of a step; less is not worth reporting."""
 NAMED_ABOVE = 0.65
 FORGOTTEN_BELOW = 0.25
-MAX_RANK_SERIES = 64
+MAX_RANK_SERIES = 64  # as registry.MAX_SERIES, beyond which samples are errors
 MAX_TIMES = 1000
 """A rank's typical step is taken from this many of the last steps in an interval."""
 
@@ -55,6 +55,7 @@ ROW_LENGTH = 5 + len(PHASES)
 def row_of(node: int, steps: Sequence[StepTimes]) -> list[float]:
     """Return the row that a rank contributes: its node and the values of `RankTimes`, or zeros."""
     if not steps:
+        # The collective needs a row of the same length from every rank, also from one without steps.
         return [float(node)] + [0.0] * (ROW_LENGTH - 1)
     own = sorted(step.own for step in steps)
     whole = [step.total for step in steps]
@@ -133,8 +134,10 @@ def judge(ranks: Sequence[RankTimes]) -> Verdict:
     quick = median_low(each.quick for each in ranks)
     slow = max(ranks, key=lambda each: each.quick)
     typical = slow.own - middle >= max(middle * (MARK_RATIO - 1) / 2, slow.step * MARK_SHARE)
+    # Rows of zeros are from ranks without steps.
     marked = typical and 0 < quick * MARK_RATIO <= slow.quick
     if not marked:
+        # The metrics show a slowest rank in every interval; without a mark, the typical steps decide.
         slow = max(ranks, key=lambda each: each.own)
     excess = {name: slow.phase(name) - median_low(each.phase(name) for each in ranks) for name in PHASES}
     return Verdict(
@@ -158,9 +161,11 @@ def samples_of(ranks: Sequence[RankTimes], verdict: Verdict, named: Verdict | No
         metrics.RANK_COMPUTE_SECONDS_MEDIAN.set(verdict.median),
         metrics.RANK_COMPUTE_SECONDS_MAX.set(verdict.slowest),
         metrics.SLOWEST_RANK.set(verdict.rank),
+        # The series of an earlier straggler must vanish: absent means none.
         metrics.STRAGGLER_EXCESS_SECONDS.clear(),
     ]
     if len(ranks) <= MAX_RANK_SERIES:
+        # After an elastic restart, some ranks may be gone, or on another node.
         samples += [metrics.RANK_COMPUTE_SECONDS.clear(), metrics.RANK_DATA_SECONDS.clear()]
         for each in ranks:
             where = {"rank": each.rank, "node": each.node}
@@ -202,6 +207,8 @@ class Stragglers:
 
     def gather(self, exchange: Callable[[list[float]], Gathering]) -> list[RankTimes]:
         """Start to gather every rank's row without waiting; return the result of the previous exchange."""
+        # One exchange at a time, because all ranks must take part in collectives in the same order.
+        # See docs/architecture.md#measuring-a-ranks-own-time.
         before = self.arrived(wait=True)
         self._gathering = exchange(row_of(self._node, self._times))
         self._times.clear()
@@ -252,6 +259,7 @@ class StragglerWatch:
             shares[marked] = shares.get(marked, 0.0) + weight
         self._shares = {rank: share for rank, share in shares.items() if share > 0.01}
         before = None if self.named is None else self.named.rank
+        # The two limits are far apart, so that a rank near one of them is not reported again and again.
         if before is not None and self._shares.get(before, 0.0) < FORGOTTEN_BELOW:
             self.named = None
         if marked is not None and (marked == before or shares[marked] > NAMED_ABOVE):

@@ -26,7 +26,7 @@ OTHERS_SHARE = 0.1  # of a core, by other threads of the process, some of which 
 CHANGES = 3  # of its stack within LOOKS; a thread that sleeps between polls is rarely seen elsewhere
 DEPTH = 64  # how many innermost frames are compared
 BELOW_SECONDS = 2.0  # between two checks of child processes, while nothing else shows work
-MOST_BELOW = 256
+MOST_BELOW = 256  # processes; a script may have thousands, and each costs some reads
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,13 @@ class ThreadActivity:
         seen = self._seen()
         self._looks.append(seen)
         stacks = [each.stack for each in self._looks]
+        # Soon after another look, even a little CPU time would be a large share.
         seconds = max(seen.at - before.at, BEAT_SECONDS / 2)
         if (
             (by_cpu_time and seen.thread - before.thread > WORKING_SHARE * seconds)
             or (by_cpu_time and seen.process - before.process > OTHERS_SHARE * seconds)
             or sum(one != other for one, other in zip(stacks, stacks[1:], strict=False)) >= CHANGES
+            # The last condition, because it reads /proc for each child process.
             or self._is_worked_for(seen.at)
         ):
             self.worked_at = seen.at
@@ -109,6 +111,7 @@ def in_collective(frame: FrameType | None) -> bool:
 
 def cpu_seconds_below(pid: int) -> float:
     """Return the CPU time of all descendants of a process, including ended ones (proc(5))."""
+    # cutime and cstime: the children that have ended. The process's own time is not of interest here.
     ticks = sum(map(int, stat_of(pid)[13:15]))
     to_see = [pid]
     for each in to_see:  # grows during the loop
