@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tandem.checkpoint.store import CheckpointStore
 from tandem.report.history import FULL_POINTS, MAX_EVENTS, MAX_POINTS, History
 from tandem.run.directory import RunDir
@@ -65,6 +67,18 @@ def test_checkpoints_are_those_on_the_volume_with_what_is_known_of_them(tmp_path
         (200, "damaged", 7),
         (100, "written", 7),
     ]
+
+
+def test_checkpoints_stay_on_the_page_until_a_new_list_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each event of a checkpoint emptied the list, for good if the volume then failed."""
+    checkpoint(tmp_path, 100)
+    history = History(RunDir(tmp_path))
+    assert len(history.now()["checkpoints"]) == 1  # type: ignore[arg-type]
+    history.take(Event("checkpoint", 1.0, {"step": 200}))
+    monkeypatch.setattr(history, "_look", lambda: None)  # it has not listed them yet
+    assert len(history.now()["checkpoints"]) == 1  # type: ignore[arg-type]
 
 
 def test_the_last_evaluation_s_scores_are_told(tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def test_it_is_as_guarded_as_the_live_page(folder: Path, serve: object) -> None:
     assert callable(serve)
     assert ask(f"{serve([folder / 'one'])}/", Host="evil.example")[0] == 421
     url = serve([folder / "one"], Access("word"))
+    assert ask(f"{url}/healthz")[0] == ask(f"{url}/readyz")[0] == 200  # probes send no token
     assert ask(f"{url}/")[0] == 401 and ask(f"{url}/", Authorization="Bearer word")[0] == 200
 
 

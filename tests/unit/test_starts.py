@@ -82,6 +82,19 @@ def test_a_start_that_lives_long_is_no_crash_that_repeats(
     assert not (tmp_path / STARTS).exists()
 
 
+def test_a_start_that_was_steady_and_then_ends_is_counted_as_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The starts before the steady one were counted again: the run was given up too early."""
+    begin(tmp_path).end(200, "a hang", 1)
+    begin(tmp_path).end(200, "a hang", 1)
+    monkeypatch.setattr(module, "STEADY_SECONDS", 0.01)
+    steady = begin(tmp_path)
+    steady._timer.join(30)
+    steady.end(200, "a hang", 1)
+    assert counted(tmp_path).starts == 1
+
+
 def test_the_wait_grows_and_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     waits = [backoff_seconds(starts) for starts in range(10)]

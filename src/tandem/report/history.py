@@ -85,7 +85,7 @@ class History:
         if isinstance(step, int) and kind in ("checkpoint", "checkpoint_verified", "fallback", "resumed"):
             verified = kind in ("checkpoint_verified", "resumed") or bool(event.get("verified"))
             self._states[step] = "damaged" if kind == "fallback" else "verified" if verified else "written"
-            self._listed = (float("-inf"), [])
+            self._listed = (float("-inf"), self._listed[1])  # shown until the new list is there
         self._states = dict(list(self._states.items())[-MAX_EVENTS:])
 
     def curves(self) -> dict[str, object]:

@@ -52,10 +52,10 @@ class ReportServer:
 
     def answer(self, path: str, accept: str, allowed: bool = True) -> tuple[int, str, bytes]:
         """Return HTTP status, content type and body for a path; `allowed`: the reader has the token."""
-        if not allowed:
-            return 401, TEXT, b"token required, as a bearer token or password\n"
         if path in OPEN_PATHS:
             return 200, TEXT, b"good\n"
+        if not allowed:
+            return 401, TEXT, b"token required, as a bearer token or password\n"
         count = len(self._run_dirs)
         known = ["/", *(f"/{number}" for number in range(1, count + 1) if count > 1)]
         if path not in known:

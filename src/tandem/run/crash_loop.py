@@ -123,6 +123,7 @@ class CrashLoop:
 
     def _forget(self) -> None:
         """Reset the count: this start is stable, or has ended for good."""
+        self._before = Record(step=self._before.step)  # `end` counts from here
         self._put(None)
 
     def _put(self, record: bytes | None) -> None:
