@@ -36,6 +36,7 @@ def score(settings: Settings, position: Position, place: str) -> dict[str, float
     seed_model(settings.run.seed)
     strategy = strategies.load_to_evaluate(settings.compute.strategy, world)
     model = strategy.spread(model_of(task, world.devices))
+    # A run that still trains may save a newer checkpoint at any time, so one rank chooses for all.
     saved = saved_at(place) if world.is_first else None
     state = deserialize(world.broadcast_bytes(saved.raw if saved else None))
     task.moment.resume(*world.broadcast_json([saved.step, saved.epoch_steps] if saved else None))

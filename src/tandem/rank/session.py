@@ -81,6 +81,7 @@ class RankSession:
                 redirect_output(path)
             except OSError:
                 pass  # a worker needs no volume; without one its output goes to the terminal
+        # The output of the other ranks is in their file already, where a file handler would repeat each line.
         as_json = self.given.telemetry.log_format == "json"
         setup(path if rank == 0 else None, rank, self.position.node_rank, True, as_json)
         log_warnings()
@@ -99,11 +100,15 @@ class RankSession:
             count_log_messages(self.send)
         for handler in logging.getLogger("tandem").handlers:
             handler.addFilter(clock.stamp)
+        # Heartbeats begin before the rendezvous, so that the agent can see a rank that hangs in it.
         Heartbeats(position.rank, clock, self.send, given.reliability, self.run.logs)
         with clock.phase("rendezvous"), still("waiting for the other ranks"):
             self.open_group(trains=True)
+            # Ranks with other settings, or of another version, could wait for each other in different
+            # collectives, so this comes before those of the run.
             self.world.check_same_settings({**given.common_fields(), "the version of tandem": __version__})
             if self.world.device.type == "cuda":
+                # The group has connected, so this GPU works. If it is missing later, it has failed.
                 position.note_gpu()
         clock.measure(self.world.device)
         self._use(given)
@@ -114,6 +119,8 @@ class RankSession:
         position = self.position
         self.threads = set_threads(compute.threads, position)
         devices = choose_devices(compute.device, position.gpu, compute.devices_per_rank, position.had_gpu)
+        # cuBLAS reads its setting when it starts, and threads inherit the CPUs they are bound to. So this
+        # comes before the group opens.
         if trains:
             self._get_ready(devices)
         limit = self.given.reliability.phase_timeout
@@ -237,7 +244,9 @@ class RankSession:
         saver = self.saver
         finished = self.code == FINISHED
         if self.world.is_first:
+            # If the last save has failed, this raises before a summary calls the run finished.
             saver.end(step, finished)
+        # Sharded weights are gathered from all ranks, so this is outside of both `if`s.
         last = weights()
         if self.world.is_first:
             ended_early = finished and saver.is_end

@@ -49,6 +49,8 @@ def run_rank(job: TaskJob, position: Position, hear: Callable[[StopFlag], None] 
     Signal handlers are installed first. `hear`, without an agent, receives the stop flag.
     """
     stop = StopFlag().install()
+    # Without an agent, launch/lone_stop.py reacts to signals from here on. The start below can wait long for
+    # data or for other ranks.
     hear(stop)
     session = RankSession(Settings.from_dict(job.settings), position)
     try:
@@ -57,13 +59,17 @@ def run_rank(job: TaskJob, position: Position, hear: Callable[[StopFlag], None] 
             _run(session, job.chosen, stop)
         return session.code
     except TandemError as error:
+        # Loader processes ignore stop signals, so the rank ends them.
         end_loaders()
         log.error("%s", error)
         _tell(session, error)
         return error.exit_code
     except Exception as error:
+        # This comes first, because torch's SIGCHLD handler could raise in any line below. The call removes
+        # it.
         killed = killed_helper(error)
         end_loaders()  # while the traceback still holds them: dropping it would wait for them
+        # A failed GPU also breaks collectives, so its error may look like that of a lost peer.
         if is_gpu_failure(error):
             log.error("this rank's GPU failed (a new process may recover it): %s", in_one_line(error))
             return GPU_FAILED
@@ -88,11 +94,13 @@ def run_rank(job: TaskJob, position: Position, hear: Callable[[StopFlag], None] 
 
 def _tell(session: RankSession, error: Exception) -> None:
     """Send the reason of this rank's failure to its agent, which reports it last and to the other nodes."""
+    # The rank that caused the loss reports the reason; its peers know only that it is gone.
     if not isinstance(error, PeerLostError):
         rank = session.position.rank
         node = session.position.node_rank
         what = str(error) if isinstance(error, TandemError) else what_and_where(error)
         reason = f"rank {rank} on node {node}: {what}"
+        # Errors of torch can be longer than the 64 KiB that fit in a message.
         session.send(Event("rank_failed", time.time(), {"rank": rank, "reason": reason[:1000]}))
 
 
@@ -117,6 +125,7 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
         if session.resume(homes=learner.model.state_dict()).step == COMPLETE:
             session.recorder.close()
             return
+        # The state that is loaded next has a position, which refers to these samples.
         session.check_data(learner.datasets.train)
         learner.begin(session.beginning)
         learner.check_state()
@@ -144,6 +153,7 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
     planned = learner.planned
     first = f"running the first steps (--log-every {settings.telemetry.log_every})"
     with saver, still(first) if world.is_first else nullcontext():
+        # After the task has ended a run, another --steps or --epochs continues it.
         saver.is_end = beginning.ended_of == planned
         if beginning.owes_evaluation:
             make_up(training)

@@ -170,9 +170,11 @@ def load_task(name: str, fields: Mapping[str, str], data_dir: Path, download: bo
     values = convert_fields(found, name, fields, given)
     try:
         task = found(**values)
+        # A task that is no dataclass gets them as attributes.
         for attribute in given.keys() - values.keys():
             if hasattr(task, attribute):
                 setattr(task, attribute, given[attribute])
+    # A task's own ConfigError is one clear line already.
     except TandemError:
         raise
     except Exception as error:
@@ -200,8 +202,10 @@ def task_class(name: str) -> type[Any]:
 def _module_of_file(path: Path) -> ModuleType:
     """Import a file under a unique name; its directory is appended to sys.path for its neighbors."""
     path = path.resolve()
+    # The prefix keeps a task file with the name of a package from replacing it in sys.modules.
     name = f"tandem_task_{path.stem}"
     loaded = sys.modules.get(name)
+    # A second import would create other classes, and pickle accepts only the same ones.
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):
         return loaded
     spec = importlib.util.spec_from_file_location(name, path)
@@ -212,17 +216,21 @@ def _module_of_file(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
+        # Python removes a module that failed, too: a later import must not find half of it.
         del sys.modules[name]
         raise ConfigError(f"task file {path} {_not_imported(error)}") from error
     return module
 
 
 def _module_of_name(location: str, name: str) -> ModuleType:
+    # Python adds the current directory for `python -m`, but not for the command `tandem`.
     _search_also(Path.cwd())
     try:
         return importlib.import_module(location)
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        # Only a missing task is a wrong name. If the task exists and its own import fails, that is another
+        # error.
         if missing is not None and f"{location}.".startswith(f"{missing}."):
             raise ConfigError(f"task {name!r}: no module named {missing!r}; {VALID}") from error
         raise ConfigError(f"task module {location} {_not_imported(error)}") from error
@@ -235,6 +243,7 @@ def _not_imported(error: Exception) -> str:
 
 def _search_also(folder: Path) -> None:
     if str(folder) not in sys.path:
+        # The folder comes last: a neighbor of the task must not hide an installed package.
         sys.path.append(str(folder))
 
 
@@ -256,6 +265,7 @@ def _only_task(module: ModuleType, name: str) -> type[Any]:
 
 def _task_classes(module: ModuleType) -> list[type[Any]]:
     classes = (found for _, found in inspect.getmembers(module, inspect.isclass))
+    # A task class that the file imports, such as a base class, does not count.
     return [found for found in classes if found.__module__ == module.__name__ and not _absent(found)]
 
 

@@ -29,6 +29,7 @@ def datasets_of(task: WholeTask) -> Datasets:
     if not (hasattr(made, "train") and hasattr(made, "evaluation")):
         raise mistake(task.build_datasets, kind(made), DATASETS)
     sets = made.evaluation if isinstance(made.evaluation, Mapping) else {"": made.evaluation}
+    # A score is called SET/NAME, so a set's name cannot contain the separator.
     if not sets or not all(isinstance(name, str) and "/" not in name and " " not in name for name in sets):
         raise mistake(
             task.build_datasets,
@@ -94,6 +95,7 @@ def model_of(task: WholeTask, devices: Sequence[torch.device]) -> nn.Module:
     Raises ConfigError if the task's `place` takes another number of them.
     """
     try:
+        # This is checked before the model is built, which may take minutes.
         inspect.signature(task.place).bind(None, *devices)
     except TypeError:
         raise ConfigError(
@@ -122,6 +124,7 @@ def optimizer_of(task: WholeTask, model: nn.Module) -> torch.optim.Optimizer | N
         )
         raise mistake(task.build_optimizer, kind(own), advice)
     of_model = {id(parameter) for parameter in model.parameters()}
+    # An optimizer may leave out parameters, or also train those of a loss.
     if not any(id(each) in of_model for group in own.param_groups for each in group["params"]):
         advice = "build it from the model passed to build_optimizer"
         got = "an optimizer without any of the model's parameters"
@@ -159,6 +162,7 @@ def check_methods(task: WholeTask) -> None:
             method = getattr(task, name)
             raise mistake(method, f"a matching {other}", f"add {other} to the task", "needs")
     try:
+        # A call would show this only after the first evaluation.
         inspect.signature(task.after_evaluation).bind({})
     except TypeError as error:
         advice = "write it as after_evaluation(self, scores)"
@@ -171,6 +175,7 @@ def answer_of(task: WholeTask, scores: Mapping[str, float]) -> bool:
     Raises ConfigError unless it returns a bool.
     """
     answer: Any = task.after_evaluation(dict(scores))
+    # A comparison of NumPy numbers returns numpy.bool_, which is not a bool.
     if answer is not None and not isinstance(answer, bool | numpy.bool_):
         advice = "return True to end the run here, or False to continue"
         raise mistake(task.after_evaluation, kind(answer), advice)
@@ -184,6 +189,7 @@ def _built_scheduler(task: WholeTask, optimizer: torch.optim.Optimizer, total_st
         return task.build_scheduler(optimizer, total_steps=total_steps)  # type: ignore[call-arg]
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     second = [each for each in parameters if each.kind in positional][1:2]
+    # A second parameter with another name and a default belongs to the task.
     if second and (second[0].name == "total_steps" or second[0].default is inspect.Parameter.empty):
         return task.build_scheduler(optimizer, total_steps)
     return task.build_scheduler(optimizer)

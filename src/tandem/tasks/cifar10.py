@@ -21,6 +21,7 @@ class Cifar10:
     width: int = 16
     augment: bool = True
 
+    # These are each channel's mean and deviation in the training set, for values from 0 to 1.
     mean: ClassVar[tuple[float, float, float]] = (0.4914, 0.4822, 0.4465)
     std: ClassVar[tuple[float, float, float]] = (0.2470, 0.2435, 0.2616)
 
@@ -43,6 +44,7 @@ class Cifar10:
         vision = torchvision_for("task cifar10")
         try:
             read = vision.datasets.CIFAR10(self.data_dir, train)
+        # torchvision raises this for missing and for damaged files.
         except RuntimeError as error:
             raise ConfigError(
                 f"task cifar10 found no complete cifar-10-batches-py (MD5 checked) in {self.data_dir}: "

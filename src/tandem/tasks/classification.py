@@ -25,6 +25,7 @@ def strided_cnn(classes: int = 10) -> nn.Sequential:
     layers: list[nn.Module] = []
     for inputs, outputs in zip(widths, widths[1:], strict=False):
         layers += [
+            # BatchNorm subtracts the mean, so a bias before it has no effect.
             nn.Conv2d(inputs, outputs, kernel_size=3, stride=2, padding=1, bias=False),
             nn.BatchNorm2d(outputs),
             nn.ReLU(inplace=True),
@@ -46,6 +47,7 @@ class ResidualBlock(nn.Module):
         )
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
+            # The paper's CIFAR networks pad with zeros here (option A). A projection is option B.
             self.shortcut = nn.Sequential(
                 nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
             )
@@ -62,6 +64,7 @@ def small_resnet(width: int, classes: int = 10) -> nn.Sequential:
         nn.ReLU(inplace=True),
     ]
     inputs = width
+    # Three stages of n = 3 blocks have 6n + 2 = 20 layers, counted as in the paper.
     for outputs, stride in ((width, 1), (2 * width, 2), (4 * width, 2)):
         for block in range(3):
             layers.append(ResidualBlock(inputs, outputs, stride if block == 0 else 1))

@@ -14,10 +14,12 @@ _TRUTH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false
 _FROM_TEXT: Mapping[Any, tuple[str, Callable[[str], Any]]] = {
     int: ("an integer", int),
     float: ("a number", float),
+    # bool(text) would be true for any text, even `false`.
     bool: ("true or false", lambda text: _TRUTH[text.lower()]),
     str: ("text", str),
     Any: ("text", str),
     Path: ("a path", Path),
+    # `_convert` accepts None earlier, so all other text is rejected here, by a KeyError.
     NoneType: ("none", dict[str, None]().__getitem__),
 }
 _SETTABLE = "int, float, bool, str, Path, Literal and X | None"
@@ -33,6 +35,7 @@ def convert_fields(
     declared = dataclasses.fields(task_class) if dataclasses.is_dataclass(task_class) else ()
     known = {field.name: field for field in declared if field.init}
     values: dict[str, Any] = {field: value for field, value in given.items() if field in known}
+    # Annotations are evaluated only if a value needs them, because that runs the task's code and may fail.
     hints = _hints(task_class, name) if texts else {}
     for key, text in texts.items():
         field = key.replace("-", "_")
@@ -57,6 +60,7 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 def _hints(task_class: type[Any], name: str) -> dict[str, Any]:
     try:
+        # After `from __future__ import annotations`, a field's own type is only text.
         return get_type_hints(task_class)
     except Exception as error:  # the annotations are the user's code
         raise ConfigError(f"cannot read the field types of task {name} ({one_line(error)})") from error

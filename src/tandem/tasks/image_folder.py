@@ -29,6 +29,7 @@ class Pictures(Dataset[tuple[Any, int]]):
         """Raises FileNotFoundError for a class without images."""
         from torchvision.datasets import folder as pictures
 
+        # make_dataset expands `~` itself, and relative_to needs the same path.
         folder = folder.expanduser()
 
         def is_picture(path: str) -> bool:
@@ -73,6 +74,7 @@ class ImageFolder:
 
     def build_model(self) -> nn.Module:
         models = torchvision_for("task image-folder").models
+        # Other modules of torchvision have models for detection and segmentation.
         known = models.list_models(module=models)
         if self.model not in known:
             hint = did_you_mean(nearest(self.model, known), "; expected, for example, resnet18")
@@ -90,8 +92,10 @@ class ImageFolder:
                 f"train and val in {self.data_dir} have different classes; create in both: {different}"
             )
         transforms = vision.transforms
+        # Images stay bytes until they are on the device; see normalised.py.
         as_tensor = [transforms.PILToTensor()]
         cut = [transforms.RandomResizedCrop(self.image_size), transforms.RandomHorizontalFlip()]
+        # This is ImageNet's usual evaluation crop: 224 pixels of 256, a factor of 8/7.
         centre = [transforms.Resize(self.image_size * 8 // 7), transforms.CenterCrop(self.image_size)]
         return Datasets(
             self._folder("train", train, transforms.Compose(cut + as_tensor)),

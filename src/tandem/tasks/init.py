@@ -54,6 +54,7 @@ def init(folder: Path, names: Sequence[str] = tuple(FILES), kind: str = "pytorch
         raise ConfigError(
             f"{folder} has {', '.join(there)} already; choose another directory: tandem init DIR"
         )
+    # Files behind a link would be written outside the project.
     if linked := [each for each in _folders(names) if (folder / each).is_symlink()]:
         raise ConfigError(
             f"{folder}/{linked[0]} is a symbolic link; choose another directory: tandem init DIR"
@@ -63,6 +64,7 @@ def init(folder: Path, names: Sequence[str] = tuple(FILES), kind: str = "pytorch
         path = folder / target
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            # A file that appeared after the check above is not overwritten.
             with path.open("x") as file:
                 file.write(text)
         except OSError as error:
@@ -115,6 +117,7 @@ def texts(
     found = {}
     for target in names:
         if target == SLURM:
+            # The script's usage has its path in the checkout.
             text = (shipped.root() / "slurm" / SLURM).read_text().replace(f"slurm/{SLURM}", SLURM)
         elif target == JOB:
             text = _job(kind, job_name(folder))
@@ -130,6 +133,7 @@ def _job(kind: str, name: str) -> str:
     """Return the manifest of a kind under another name, with a header for the project."""
     file = ALIASES.get(kind, kind)
     text = (manifests() / FOLDERS[file] / f"{file}.yaml").read_text()
+    # The manifest's own header refers to files and targets of the checkout.
     body = re.sub(r"\A(#.*\n)+", "", text)
     header = JOB_HEADER.format(document=JOBS[kind], name=name, kind=kind, version=__version__)
     return header + substituted(body, name)
@@ -138,6 +142,7 @@ def _job(kind: str, name: str) -> str:
 def job_name(folder: Path) -> str:
     """Return the directory's name in a form valid for jobs: a letter first, at most 50 characters."""
     name = name_of(folder)
+    # The cut may leave a dash at the end, which Kubernetes rejects.
     return (name if name[0].isalpha() else f"run-{name}")[:50].rstrip("-")
 
 

@@ -43,6 +43,7 @@ def at(method: Callable[..., Any]) -> Iterator[None]:
 def line_of(method: Callable[..., Any]) -> str:
     """Return `my_task.py line 12: `, where a method's `def` or first decorator is; "" without source."""
     code = getattr(inspect.unwrap(method), "__code__", None)
+    # A callable object or a function in C has no line.
     if code is None:
         return ""
     path = Path(code.co_filename)
@@ -55,6 +56,7 @@ def where(error: Exception) -> str:
     """Return the error on one line, with the last line of code that led to it."""
     if isinstance(error, SyntaxError):
         return one_line(error)  # contains the file and the line
+    # Frames such as `<frozen importlib._bootstrap>` are in no file.
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename[0] != "<"]
     return f"{one_line(error)}, {frames[-1].filename} line {frames[-1].lineno}" if frames else one_line(error)
 
@@ -67,6 +69,7 @@ def kind(value: Any) -> str:
         return f"a tensor of shape {tuple(value.shape)}" if value.numel() != 1 else "a tensor"
     if isinstance(value, nn.Module):
         return f"the model {type(value).__name__}"
+    # A named tuple is described by its own name below.
     if isinstance(value, tuple | list) and type(value).__name__ in ("tuple", "list"):
         return f"a {type(value).__name__} of {len(value)}"
     name = type(value).__name__
@@ -158,6 +161,7 @@ def check_batch(collate: Callable[..., Any] | None, build_datasets: Callable[...
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1
+    # Larger arrays have __float__, too, but it raises for them.
     return isinstance(value, Number) or (hasattr(value, "__float__") and getattr(value, "size", 0) == 1)
 
 

@@ -21,12 +21,14 @@ class Mnist:
 
     name: ClassVar[str] = "mnist"
     torchvision_class: ClassVar[str] = "MNIST"
+    # These are the mean and deviation of the training set's pixels, for values from 0 to 1.
     mean: ClassVar[float] = 0.1307
     std: ClassVar[float] = 0.3081
 
     def prepare(self) -> None:
         """Download the files if requested. Raises ConfigError if they are still missing."""
         if self.download and find_idx_folder(self._folders()) is None:
+            # Files that are already there need no torchvision.
             make = getattr(torchvision_for(f"task {self.name}").datasets, self.torchvision_class)
             download(self.name, lambda: make(self.data_dir, download=True))  # downloads both parts
         self._folder()

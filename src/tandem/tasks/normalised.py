@@ -25,6 +25,7 @@ def normalised(model: nn.Module, mean: Sequence[float], std: Sequence[float]) ->
         given = f"normalised(mean={tuple(mean)}, std={tuple(std)})"
         raise ConfigError(f"{given}: expected one number per channel in both, and no std of 0")
     model.__class__ = _normalising(type(model))
+    # A plain attribute is in no state_dict, so checkpoints fit the model without this function.
     model._of_bytes = torch.tensor([mean, std]).view(2, 1, -1, 1, 1)
     return model
 
@@ -48,6 +49,7 @@ def _normalising(kind: type[nn.Module]) -> type[nn.Module]:
         if self._of_bytes.device != images.device:  # only once: a copy in each step would wait for the GPU
             self._of_bytes = self._of_bytes.to(images.device)
         mean, std = self._of_bytes
+        # One factor and one offset would be faster, but would round differently than ToTensor and Normalize.
         return kind.forward(self, images.to(torch.float32).div_(255).sub_(mean).div_(std), *args, **kwargs)
 
     if kind not in _classes:

@@ -37,6 +37,7 @@ def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not self.training:
             return kind.forward(self, *args, **kwargs)
+        # torch's reentrant variant has no gradients if no input requires one, as in a first layer.
         return checkpoint(kind.forward, self, *args, use_reentrant=False, **kwargs)
 
     if kind not in _classes:

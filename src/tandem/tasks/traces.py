@@ -14,6 +14,7 @@ from tandem.errors import text_of
 OURS = str(Path(__file__).resolve().parent.parent) + "/"
 TASKS = str(Path(__file__).resolve().parent) + "/"
 INSTALLED = ("/site-packages/", "/dist-packages/", sysconfig.get_path("stdlib") + "/")
+# An exception group has bars before its lines. Names such as `<string>` are no files.
 FRAME = re.compile(r'^ +\|? *File "([^"<][^"]*)", line (\d+), in (.+)$', re.M)
 MOST_FRAMES = 4
 MOST_LINES = 10
@@ -63,6 +64,7 @@ def _frames(error: BaseException) -> tuple[list[tuple[str, str, str]], bool]:
     found = FRAME.findall(full_trace(error))
     outside = [each for each in found if not any(part in each[0] for part in INSTALLED)]
     own = [each for each in outside if not each[0].startswith(OURS)]
+    # A built-in task is the failing task only if no other code is.
     own = own or [each for each in found if each[0].startswith(TASKS)]
     ours = [each for each in found if each[0].startswith(OURS)]
     return own or ours or found, bool(own)

@@ -62,10 +62,12 @@ class KeptBuffers:
             ]
             new.difference_update(places)
             replaced += [(place, old) for place, old, now in pairs if not _is_alike(old, now)]
+            # Values are copied into the same tensors, because DDP and CUDA graphs refer to them.
             alike = [(now, old) for _, old, now in pairs if now is not None and _is_alike(old, now)]
             _copy_where(found, alike)
         if (new or replaced) and (found is None or bool(found)):
             for (module, name), old in replaced:
+                # `old` is a view, which would keep the copies of all buffers in memory.
                 module._buffers[name] = old.clone()
             for module, name in new.intersection(self._empty):
                 module._buffers[name] = None
@@ -101,6 +103,7 @@ def adopt_buffers(model: nn.Module, saved: Mapping[str, Any]) -> None:
         is_fixed = module is None or is_batchnorm(module) or isinstance(module, LazyModuleMixin)
         if module is None or is_fixed or not isinstance(value, Tensor):
             continue
+        # A name that a parameter or submodule has cannot be a buffer's.
         is_free = name in module._buffers or not hasattr(module, name)
         if is_free and not _is_alike(value, module._buffers.get(name), any_device=True):
             device = next((p.device for p in (*module.parameters(), *model.parameters())), value.device)

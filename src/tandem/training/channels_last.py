@@ -28,6 +28,7 @@ def _turned(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _last(value: Any) -> Any:
+    # torch defines this layout for four dimensions only.
     if not isinstance(value, Tensor) or value.dim() != 4:
         return value
     if value.is_floating_point() or value.dtype == torch.uint8:  # uint8 images: see tasks/normalised.py

@@ -46,6 +46,7 @@ REHEARSED_SAMPLES = 2
 def evaluation_batch_size(config: EvaluationConfig, data: DataConfig, world: ProcessGroup) -> int:
     """Return the samples per rank and evaluation pass: the setting, or as many as in a training pass."""
     share = -(-data.batch_size // world.size)
+    # A pass in training needs more memory, so as many samples fit in an evaluation.
     return config.eval_batch_size or min(data.micro_batch_size or share, share)
 
 
@@ -86,6 +87,7 @@ class Evaluation:
         self.exchanges.clear()  # they may come from a checkpoint, and the task may have changed
         for _, each in self._sets():
             if begins_anew(each.dataset, self.world.rank, self.world.size):
+                # Loader processes take longer to start than a few samples to load.
                 first = replace(each, batch_size=REHEARSED_SAMPLES, workers=0)
                 outputs = first._outputs()
                 with self._evaluating(), buffers_kept(self.model):
@@ -114,7 +116,7 @@ class Evaluation:
                     entry = sums.setdefault(name, [0.0, 0.0])
                     entry[0] += float(total) * made.counts
                     entry[1] += float(count) * made.counts
-        # A rank without a batch does not know the names.
+        # A rank without a batch does not know the names, and all ranks must sum in the same order.
         names = sorted({str(name) for part in self.world.gather_json(sorted(sums)) for name in part})
         reduced = self.world.sum([value for name in names for value in sums.get(name, [0.0, 0.0])])
         pairs = zip(names, reduced[::2], reduced[1::2], strict=True)
@@ -147,10 +149,12 @@ class Evaluation:
             name = self._scoring.__name__
             if name not in self.exchanges:
                 made, stopped = self._first_scored(next(batches, None))
+                # A rank without a batch has seen nothing, so one answer counts for all.
                 self.exchanges[name] = self.world.sum([float(stopped)])[0] > 0
                 if not self.exchanges[name]:
                     yield from made
             if self.exchanges[name]:
+                # This starts over, so the result of a first pass that was not stopped is dropped.
                 yield from self._scored_together()
             else:
                 yield from (_Scored(*self._scores_of(batch)) for batch in batches)

@@ -41,6 +41,7 @@ def export(place: str, kind: str, output: Path | None) -> str:
 def path_for(saved: Saved, suffix: str, output: Path | None) -> Path:
     """Return the output path. Raises ConfigError if it already exists."""
     path = output or Path(f"{saved.run_name}-step-{saved.step}{suffix}")
+    # A broken link counts, too, because os.replace would overwrite it.
     if os.path.lexists(path):
         raise ConfigError(f"{path} already exists; remove it, or choose another file with --output FILE")
     return path
@@ -49,6 +50,7 @@ def path_for(saved: Saved, suffix: str, output: Path | None) -> Path:
 def facts_of(saved: Saved, digest: str) -> dict[str, str]:
     """Return the metadata for file formats that can store it next to the tensors."""
     task = str(saved.info.get("task", ""))
+    # transformers refuses a safetensors file without this format.
     return {"format": "pt", "task": task, "step": str(saved.step), "weights_sha256": digest}
 
 
@@ -86,6 +88,7 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # os.replace works only within one file system.
         with tempfile.TemporaryDirectory(prefix=".tmp-export-", dir=path.parent) as folder:
             write(Path(folder) / path.name)
             for made in sorted(Path(folder).iterdir(), key=lambda made: made.name == path.name):

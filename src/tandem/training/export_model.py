@@ -74,6 +74,7 @@ def export_model(place: str, form: str, output: Path | None, settings_of: Callab
     task.prepare()
     datasets = datasets_of(task)
     seed_model(settings.run.seed)
+    # place() expects as many devices as in training. Here each of them is the CPU.
     model = model_of(task, [torch.device("cpu")] * settings.compute.devices_per_rank)
     check_model(model, weights)
     model.load_state_dict(weights)
@@ -125,6 +126,7 @@ def call_of(task: WholeTask, datasets: Datasets, model: nn.Module) -> Call:
     def remember(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.append(Call(args, kwargs, batch_size_of(batch)))
 
+    # Only the task knows how a batch becomes the model's arguments, so its own call is recorded.
     with model.register_forward_pre_hook(remember, with_kwargs=True), torch.no_grad():
         task.evaluate_batch(model, batch)
     if not calls:
@@ -163,6 +165,7 @@ def write_onnx(model: nn.Module, call: Call, path: Path, facts: Mapping[str, str
     outputs = program.model.graph.outputs
     any_size = any("batch" in map(str, each.shape or ()) for each in inputs)
     said = f"{', '.join(map(_told, inputs))} -> {', '.join(map(_told, outputs))}"
+    # A second size shows whether the exported graph fixed the batch size by mistake.
     sizes = (call.size, call.size - 1) if any_size else (call.size,)
     return f"{said}, {_compared(model, path, [call.of(size) for size in sizes])}"
 

@@ -119,5 +119,7 @@ def _measured_peak() -> float:
     for _ in range(PRODUCT_TRIES):
         began = time.perf_counter()
         torch.mm(left, left)
+        # The first product also starts threads, and other load can only slow a product down.
         best = min(best, time.perf_counter() - began)
+    # A product of n x n matrices takes n**3 multiplications and as many additions.
     return float(2 * PRODUCT_SIZE**3 / best)

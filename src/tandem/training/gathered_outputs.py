@@ -48,6 +48,7 @@ class Outputs:
     def add(self, outputs: Mapping[str, Any]) -> None:
         """Add the outputs of one batch, whose form has been checked."""
         if outputs:
+            # The outputs of a whole set may not fit on a GPU next to the model.
             self._batches.append({
             name: rows.detach().cpu() if isinstance(rows, Tensor) else list(rows)
             for name, rows in outputs.items()

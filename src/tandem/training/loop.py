@@ -21,6 +21,7 @@ from tandem.training.optim import Schedule
 from tandem.training.saving import Saver
 from tandem.training.step import Proposal, Stepper
 
+# An event's position is its bit in the decisions that the ranks exchange.
 EVENTS = ("log", "eval", "save", "check", "snapshot")
 
 
@@ -58,11 +59,13 @@ class EventSchedule:
 
     def decisions(self, is_first: bool) -> int:
         """Return rank 0's time-based decisions for this step as bits; 0 on the other ranks."""
+        # The exchange adds up the bits of all ranks, and the clocks of nodes differ. So only rank 0 decides.
         if not is_first:
             return 0
         now = self.clock()
         bits = 0
         for position, event in enumerate(EVENTS):
+            # The first interval begins here, because a launch may have waited long for other ranks.
             if self.cadences[event].is_due_by_time(now - self._last.setdefault(event, now)):
                 self._last[event] = now
                 bits |= 1 << position
@@ -78,6 +81,7 @@ class EventSchedule:
         by_clock = consensus is not None and bool(consensus.decisions & (1 << EVENTS.index(event)))
         cadence = self.cadences[event]
         if step == self.steps_planned:
+            # A checkpoint of the last step is how the agent knows that a task has finished.
             return cadence.unit != "never" or event == "save"
         return by_clock or cadence.is_due(step, self.steps_per_epoch, self.steps_planned)
 
@@ -139,10 +143,14 @@ def train(t: TaskLoopState) -> bool:
             epoch = t.step // an_epoch
             if t.stepper.freeze(epoch) or t.step == first:
                 t.recorder.costs(t.stepper.settle(micro_batches, t.step, t.recorder.known_costs))
+            # Without freeze(), DDP reduces the same parameters to the end.
             settles_at = (epoch + 1) * an_epoch if "freeze" in t.task.own else planned
         rate = t.schedule.set(t.step)
         consensus = t.stepper.take(micro_batches, t.step, proposal)
+        # Without an agent, launch/lone_stop.py ends a process that has nothing new to save yet. See
+        # docs/architecture.md#a-sigterm.
         t.stop.is_heeded = True
+        # torch warns if a scheduler steps before its optimizer, and then skips the first rate.
         t.schedule.advance()
         t.task.after_step(t.model, t.step + 1)
         if after_step(t, consensus, rate, is_first=t.step == first):
@@ -164,8 +172,10 @@ def after_step(t: LoopState, consensus: Consensus | None, rate: float, is_first:
         due |= heed(t, last)
         consensus = last or consensus
     if due:
+        # Evaluations and saves are not part of a step, whose time shows stragglers.
         t.clock.pause()
     if "check" in due:
+        # The check comes before any save, which would make diverged weights permanent.
         t.check_replicas(t.step)
     if "log" in due:
         t.recorder.log_interval(t.step, t.stepper.read(), t.world.gather_rows)
@@ -180,6 +190,7 @@ def after_step(t: LoopState, consensus: Consensus | None, rate: float, is_first:
     if "save" in due:
         with t.clock.phase("checkpoint"):
             t.saver.save(t.step)
+    # A stop that arrives in the last step changes nothing: the run has finished.
     stops = consensus is not None and consensus.stop and t.step < t.timetable.steps_planned
     return stops or t.saver.is_end
 

@@ -24,6 +24,7 @@ from tandem.training.buffers import KeptBuffers
 
 log = logging.getLogger("tandem.run")
 
+# A run that only skips looks alive but no longer learns, so it ends.
 MOST_SKIPS_IN_A_ROW = 100
 ADVICE = "lower --lr, set --clip-norm, or check the data"
 
@@ -79,6 +80,7 @@ class Guard:
             clip()
             if has_its_state(self._optimizer) or not self._overflowed():
                 self._scaler.step(self._optimizer)
+            # This also lowers the scale after an overflow, so it is called even if the step was left out.
             self._scaler.update()
         elif self._reads_at_once or not self._can_be_told():
             if not found:
@@ -86,6 +88,8 @@ class Guard:
                 self.step()
         else:
             clip()
+            # torch's fused optimizers look for the attribute that GradScaler sets. It is removed, because it
+            # would also apply to later steps.
             self._optimizer.found_inf = found  # type: ignore[attr-defined]
             self._optimizer.step()
             del self._optimizer.found_inf  # type: ignore[attr-defined]
@@ -98,6 +102,7 @@ class Guard:
 
     def _show_scaler(self, found: Tensor) -> None:
         """Make a non-finite loss visible in the gradients, which are all that GradScaler checks."""
+        # One NaN is enough: GradScaler leaves out the whole step.
         for gradients in self._gradients_by_type():
             gradients[0].masked_fill_(found.to(gradients[0].device) > 0, math.nan)
 
@@ -131,9 +136,11 @@ def gradients_by_type(parameters: Sequence[nn.Parameter], strategy: Strategy) ->
     for parameter in parameters:
         if parameter.grad is not None:
             if parameter.grad.is_sparse:
+                # values() raises for a tensor that is not coalesced.
                 parameter.grad = parameter.grad.coalesce()
             values = strategy.local(parameter.grad)
             values = values.values() if values.is_sparse else values
+            # The kernel in `note_nonfinite` takes no complex numbers.
             values = torch.view_as_real(values) if values.is_complex() else values
             groups.setdefault((values.dtype, values.device), []).append(values)
     yield from groups.values()
@@ -274,6 +281,8 @@ def _in_forward(model: nn.Module, micro_steps: int, forward: Callable[[int], Ten
     finally:
         for handle in handles:
             handle.remove()
+    # A module's hook runs after those of the modules inside it, so the first one found is closest to the
+    # cause.
     return seen[0] if seen else _in_values("the loss", torch.stack(losses).sum())
 
 

@@ -37,6 +37,7 @@ def build_optimizer(
     parameters = trained_by(task, model)
     lr = config.lr
     decay = config.weight_decay
+    # torch's fused kernels reject complex parameters and sparse gradients.
     is_fit = not has_sparse_gradients(model) and not any(p.is_complex() for p in parameters)
     fused = (is_fit and all(p.is_cuda for p in parameters)) or None  # None: torch decides
     if config.optimizer == "sgd":
@@ -45,6 +46,7 @@ def build_optimizer(
             fused = (
                 None  # the fused kernel needs all momentum buffers from the first step on (torch 2.6 to 2.15)
             )
+        # torch rejects Nesterov's method without momentum.
         return torch.optim.SGD(
             parameters, lr=lr, momentum=momentum, weight_decay=decay, nesterov=momentum > 0, fused=fused
         )
@@ -85,6 +87,7 @@ class Schedule:
         self._build = task.build_scheduler
         before = [{*group} for group in optimizer.param_groups]
         self._own = scheduler_of(task, optimizer, planned)
+        # `load` may need the values from which the scheduler starts.
         self._made = [
             {name: deepcopy(group[name]) for name in group if name in SCHEDULED or name not in names}
             for group, names in zip(optimizer.param_groups, before, strict=True)
@@ -174,6 +177,7 @@ class Schedule:
             with warnings.catch_warnings():
                 # About steps without an optimizer step before them.
                 warnings.simplefilter("ignore", UserWarning)
+                # OneCycleLR raises if it is stepped beyond its end.
                 for _ in range(min(step, self._planned)):
                     self._own.step()
         except Exception as error:  # a task's scheduler may raise anything

@@ -53,12 +53,14 @@ def check_groups(
     for number, (there, mine) in enumerate(zip_longest(names, ours["names"] if names else [])):
         if there != mine:
             raise _other(what, f"group {number} is {_listed(there)} in it but {_listed(mine)} here")
+    # Names make a better message, but an older version saved none.
     if sizes != here:
         raise _other(what, f"its groups have {_counts(sizes)} parameters, but {_counts(here)} here")
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     for index, state in values.items():
         for name, value in state.items():
             shape = tuple(parameters[index].shape) if 0 <= index < len(parameters) else "missing"
+            # Entries of other optimizers may have any shape.
             if name in OF_THE_SHAPE and isinstance(value, Tensor) and tuple(value.shape) != shape:
                 raise _other(
                     what, f"{name} of parameter {index} is {tuple(value.shape)} in it but {shape} here"

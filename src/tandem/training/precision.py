@@ -25,7 +25,9 @@ def precision_of(wanted: str, world: ProcessGroup) -> str:
     """
     if wanted != "auto":
         return wanted
+    # Older GPUs only emulate bf16, which is slower than fp32.
     has = world.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    # Ranks average their gradients, so all of them use one precision.
     found = "fp32" if world.sum([float(not has)])[0] else "bf16"
     if world.is_first:
         why = "all ranks support bf16" if found == "bf16" else "not every rank has a GPU that supports bf16"

@@ -23,6 +23,7 @@ def profiled(batches: Iterator[Any], window: str | None, first_step: int, path: 
     start, steps = map(int, window.split(":"))
     recording: Any = None
     for step, batch in enumerate(batches, first_step):
+        # A run that resumes inside the window records the rest of it.
         if step == max(start, first_step) and step < start + steps:
             recording = profile()
             recording.__enter__()

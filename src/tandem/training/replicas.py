@@ -17,7 +17,9 @@ from tandem.errors import ReplicaMismatchError
 from tandem.telemetry import metrics
 from tandem.telemetry.recorder import Recorder
 
+# A table needs weights for its columns and rows only, not for each word of a large tensor.
 BLOCK = 1024
+# This is 2**64 divided by the golden ratio, as in SplitMix64 (Steele et al., 2014), as a signed number.
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # multiplication by an odd number loses no bit
 
 
@@ -33,6 +35,7 @@ def check_replicas(
         return
     named = comparable(model)
     sums = torch.stack([checksum(tensor) for tensor in named.values()])
+    # Ranks exchange one number each; the sums of all tensors travel only after a mismatch.
     digests = world.gather(int(checksum(sums)))
     if len(set(digests)) == 1:
         return
@@ -99,4 +102,5 @@ def _weighted(words: Tensor) -> Tensor:
 
 def _dot(words: Tensor, salt: int) -> Tensor:
     weights = (torch.arange(len(words), device=words.device) * 2 + salt) * _ODD
+    # The shift mixes high bits into the low ones, and `| 1` keeps each weight odd.
     return (words * (weights ^ (weights >> 29) | 1)).sum()

@@ -40,6 +40,7 @@ COMPLETE = -1
 Redistribute = Callable[[list[dict[str, Any]], int, int], dict[str, Any]]
 """A function (per-rank states of the ranks that saved, this rank, ranks now) -> this rank's state by name."""
 NONE: Mapping[str, Tensor] = {}
+# torch stores the result of a module's get_extra_state() under this name.
 EXTRA = "_extra_state"
 KERNELS = ("fused", "foreach", "capturable")
 """Entries of an optimizer's group that select a kernel and do not change the result."""
@@ -162,6 +163,7 @@ def _mine(
         )
     mine = list[dict[str, Any]]()
     for rank in range(count):
+        # The parts are sent one by one, because a rank keeps only its own if their number is the same.
         raw = world.broadcast_bytes(serialize({PER_RANK: parts[rank]}) if world.is_first else None)
         if count != world.size or rank == world.rank:
             mine.append(deserialize(raw)[PER_RANK])
@@ -185,6 +187,7 @@ def _weights(world: ProcessGroup, place: PurePath, strict: bool, download: bool)
     return Initial(deserialize(world.broadcast_bytes(raw)), place, strict)
 
 
+# Rank 0 passes these to the others, which therefore need no access to the run directory.
 SAID = ("eval", "ended_of", "owes_evaluation", "data")
 
 
@@ -244,11 +247,13 @@ def _newest(
     # Do not read a checkpoint that cannot be newer than the snapshot.
     if snapshot is None or snapshot.step < max(store.steps(), default=0):
         found = store.newest(lambda step: _read(store, step, homes), passed_over, on_unloadable=cannot_load)
+    # The newest checkpoint may have been damaged, so the one that was found can be older than the snapshot.
     if snapshot is not None and (found is None or found[0] <= snapshot.step):
         log.info("resuming from step %s (in-memory snapshot)", f"{snapshot.step:,}")
         return _Found(snapshot.step, state=snapshot.state, slot=snapshot.slot)
     if found is not None:
         return found[1]
+    # Another run owns these, so damaged ones are passed over but not quarantined.
     for directory, step in decision.elsewhere:
         try:
             return _read(CheckpointStore(directory), step, homes)
@@ -256,6 +261,7 @@ def _newest(
             passed_over(step, str(error))
         except UnloadableError as error:
             cannot_load(step, str(error))
+    # A fresh start would abandon training that another version of torch or of the task can still load.
     if unloadable:
         raise ConfigError(
             f"no checkpoint in {store.directory} can be loaded ({unloadable[0]}); use the versions it was "
@@ -267,6 +273,7 @@ def _newest(
 
 
 def _read(store: CheckpointStore, step: int, homes: Mapping[str, Tensor]) -> _Found:
+    # A large state is used in place, because its bytes do not fit in memory next to its tensors.
     if path := file_of(store, step):
         state, info = through(store, step, path, lambda file: deserialize_file(file, homes))
     else:
@@ -319,10 +326,13 @@ def load_state(
     groups; the checkpoint is left untouched.
     """
     theirs = state["model"]
+    # Buffers that a forward pass resized take the saved shape first, or they would be refused. No value is
+    # loaded before everything has been compared.
     adopt_buffers(model, theirs)
     check_shapes(model.state_dict(), theirs)
     check_groups("optimizer", state["optimizer"], state.get("groups"), optimizer, named)
     strategy.load_model(model, theirs)
+    # Loading replaces the values of the groups, which the settings may override below.
     groups = [dict(group) for group in optimizer.param_groups]
     strategy.load_optimizer(optimizer, state["optimizer"])
     if schedule.is_by_settings:
@@ -352,6 +362,7 @@ def _beside(parameter: torch.Tensor, name: str, value: torch.Tensor, steps_on_de
     """Return a tensor of an optimizer's state on the device and in the layout that its kernels expect."""
     if name == "step":
         return value.to(parameter.device, torch.float32) if steps_on_device else value
+    # A run with another --channels-last has saved its state with other strides.
     if value.shape == parameter.shape and value.stride() != parameter.stride():
         return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
     return value

@@ -75,6 +75,8 @@ class Saver:
             facts.directory.push,
         )
         position = facts.world.position
+        # Rank 0's buffers are the ones that count, and it is on the first node. See
+        # docs/architecture.md#design-changes.
         shared = position.shared_memories if position.node_rank == 0 else ()
         self._begun: int | None = None
         self._scores = PendingScores()
@@ -95,10 +97,13 @@ class Saver:
 
         See `CheckpointWriter.save`. If the run fails before, `settle` completes it without scores.
         """
+        # Every rank takes part in gathering the state, so this is not under `if is_first`.
         state = {**self._learner.whole(), **self._learner.beside(self._recorder, step)}
         self._begun = step
         self._scores = PendingScores()
         if self._facts.world.is_first:
+            # The writer calls the lambda later, when `self._scores` may belong to the next save. That save
+            # waits for this one, so they would wait for each other.
             scores = self._scores
             self._writer.save(
                 step,
@@ -125,6 +130,7 @@ class Saver:
             if self._snapshots is not None:
                 state = self._learner.whole()
                 self._snapshots.take(step, {**state, "step": step}, self._learner.rank_zeros(state))
+        # Snapshots only shorten a restart, so a lack of memory must not end the run.
         except OSError as error:
             log.warning("in-memory snapshots are disabled, a restart resumes from a checkpoint: %s", error)
             self._snapshots = self._own = None
@@ -161,6 +167,7 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # An error of a save must not replace the one that ends the run.
         if kind is None:
             self._writer.wait()
         else:
@@ -172,6 +179,7 @@ def snapshot_every(text: str, world: ProcessGroup, strategy: Strategy) -> str:
     # With sharded state, no node has the whole state, so runs resume from checkpoints only.
     if strategy.shares_state or not world.position.memories:
         return "never"
+    # A GPU's state crosses the bus for each snapshot, which would slow down every step.
     return text if text != "auto" else "1" if world.device.type == "cpu" else "5s"
 
 

@@ -89,6 +89,9 @@ class TrainingModule(nn.Module):
         The numbers are that loss, then the named sums with their counts.
         """
         if batch is None:  # no sample for this rank: gradients of zero, which the exchange waits for
+            # The product with 0 keeps the graph: without a gradient for each parameter, this rank's buckets
+            # would never be ready. Parts of a model may be on several GPUs, so each sum moves to the device
+            # of the loss.
             totals = [
                 p.sum().float().to(self._device, non_blocking=True)
                 for p in self.parameters()
@@ -124,6 +127,7 @@ class TrainingModule(nn.Module):
         """Return a scalar on `device` without waiting for it."""
         if isinstance(number, Tensor):
             return number.detach().to(device, torch.float32, non_blocking=True).reshape(())
+        # torch.tensor would copy the number from the host, which waits for a GPU; a fill does not.
         return torch.full((), float(number), device=device)
 
 
@@ -152,14 +156,19 @@ class Stepper:
         self._precision = compute.precision
         self._seed = seed
         self._parameters = trained_by(task, model)
+        # Only the training module runs the compiled model: its names begin with `_orig_mod.`, which
+        # checkpoints must not have.
         trained = strategy.compiled(model, compute.compile) if compute.compile else model
+        # The other two modes, reduce-overhead and max-autotune, use CUDA graphs.
         self._has_graphs = compute.compile not in (None, "default")
         self._module = TrainingModule(task, trained, world.device, compute.precision, world.size, batch_size)
         self._reader = ConsensusReader(world, self._module.names)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=compute.precision == "fp16")
         self._guard = Guard(optimization.on_nonfinite, strategy, model, optimizer, self.scaler, world.device)
+        # With freeze(), a parameter that requires no gradient now may be trained in a later epoch.
         self._guard.parameters = self._parameters
         delay = 1 if world.device.type == "cuda" else 0  # for the result of the ranks' exchange
+        # Only a run that stops looks for the culprit, so no other run keeps batches in memory.
         kept = 1 + delay if optimization.on_nonfinite == "stop" else 0
         self._recent: deque[tuple[int, Sequence[Any]]] = deque(maxlen=kept)
         self._clipping = Clipping(optimization, strategy, self._parameters, world)
@@ -208,6 +217,7 @@ class Stepper:
             names = known.sums
             if not flops or names is None:
                 flops, names = self._count(micro_batches[0])
+        # The list is changed in place, because the ConsensusReader has the same one.
         self._module.names[:] = names
         with buffers_kept(self._model):
             self._strategy.wrap(self._module, SLOTS + 2 * len(names))
@@ -218,6 +228,7 @@ class Stepper:
         self._module.train()
         is_told = self._world.position.restart > 0 and known.devices == self._world.size
         device_flops = 0.0 if is_told else self._peak()
+        # The time of this trial step, with its compilation, does not belong to the first real step.
         self.clock.pause()
         self.clock.begin_step()
         sync_bytes = self._strategy.sync_bytes([p for p in self._parameters if p.requires_grad])
@@ -258,6 +269,7 @@ class Stepper:
 
     def _flops(self, batch: Any, names: list[str]) -> float:
         def loss_and_gradients() -> None:
+            # FlopCounterMode is a dispatch mode, which sees no operations inside compiled kernels.
             loss, sums = self._module.outcome(batch, self._model)
             check_sums(self._task.loss, sums)
             names.extend(sums)
@@ -280,6 +292,8 @@ class Stepper:
         exchanged = self._strategy.exchange(self._guard.look())
         consensus = self._reader.read(step, exchanged)
         skip = left_out(exchanged)
+        # The guard makes this call, because it may leave the step out. A closure needs the batches of this
+        # step.
         self._guard.step = partial(self._step, micro_batches, step)
         self._guard.update(skip, self._clipping.clip)
         return consensus
@@ -289,6 +303,8 @@ class Stepper:
         if not self._needs_closure:
             try:
                 self._optimizer.step()
+            # A signature with an optional closure does not tell whether the optimizer works without one. If
+            # it does not, its first step fails; later errors have another cause.
             except Exception:
                 if self._has_stepped or not takes_closure(self._optimizer, must=False):
                     raise
@@ -304,6 +320,7 @@ class Stepper:
 
         Raises NonFiniteError, because changes that the optimizer has made in this step cannot be undone.
         """
+        # The step's decisions have been exchanged already, so the proposal is empty.
         self._accumulate(micro_batches, step, Proposal())
         exchanged = self._strategy.exchange(self._guard.look())
         if left_out(exchanged):
@@ -340,12 +357,15 @@ class Stepper:
         if self._module.weighs:  # exchanges one more number before the first backward pass
             weight = torch.stack([self._module.weight(batch) for batch in micro_batches]).sum()
             self._module.samples = (self._world.mean(weight) * self._world.size).clamp(min=SMALLEST_WEIGHT)
+        # The scale is a separate factor, because only the loss is scaled, not the values that travel with it.
+        # See docs/architecture.md#the-telemetry-parameter.
         scale = self.scaler.scale(torch.ones((), device=device))  # 1 without fp16
         so_far = torch.zeros(1 + 2 * len(self._module.names), device=device)
         last = len(micro_batches) - 1
         for micro_step, batch in enumerate(micro_batches):
             self.clock.enter("transfer")
             slots = proposal_slots(proposal.stop, proposal.decisions).to(device, non_blocking=True)
+            # The seed depends on the position alone, so a resumed step and `culprit` repeat the same dropout.
             seed_micro_step(self._seed, step, micro_step, self._world.rank)
             self.clock.enter("forward")
             if self._has_graphs:  # CUDA graphs may overwrite the previous output
@@ -365,6 +385,7 @@ class Stepper:
             seed_micro_step(self._seed, step, micro_step, self._world.rank)
             return self._module.outcome(micro_batches[micro_step])[0]
 
+        # The gradients in memory are those of the newest step.
         is_last = self._recent[-1][0] == step
         return culprit(self._world, self._strategy, self._model, micro_batches, forward, is_last)
 

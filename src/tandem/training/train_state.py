@@ -54,6 +54,7 @@ class TrainState:
         self.strategy = strategies.load(compute.strategy, world, exchange, compute)
         flag = f"--strategy {compute.strategy}" if self.strategy.shares_parameters else ""
         self.task = WholeTask(load_task(run.task, run.task_fields, data.data_dir, data.download))
+        # The ranks of a node share its data directory, and two downloads would write the same files.
         world.once_per_node(self.task.prepare)
         check_methods(self.task)
         self.memory = Memory(self.task, world)
@@ -71,6 +72,7 @@ class TrainState:
         self.planned = run.steps or run.epochs * self.order.steps_per_epoch
         seed_model(run.seed)  # the same initial weights on every rank
         self.model = model_of(self.task, world.devices)
+        # Layouts, strategies and optimizers need the shapes of all parameters.
         materialize(self.task, self.model, self.datasets.train, world)
         lay_out(self.model, compute.channels_last, flag)
         if compute.sync_batchnorm:
@@ -78,9 +80,11 @@ class TrainState:
         self._ranks_share = parameter_names(self.model)  # before a strategy replaces them
         self.model = self.strategy.spread(self.model)
         check_compilation(compute)
+        # The optimizer is built after spread(), which may replace the parameters that it refers to.
         has_all_gradients = self.strategy.checks_gradients and not exchange.find_unused
         optimizer = build_optimizer(optimization, self.task, self.model, has_all_gradients)
         self._optimizer = self.strategy.spread_optimizer(optimizer)
+        # torch's schedulers wrap the step of the optimizer that they receive, so they get the final one.
         self.schedule = Schedule(
             optimization,
             data.batch_size,
@@ -164,6 +168,7 @@ class TrainState:
 
     def check_state(self) -> None:
         """Raise ConfigError, before the first step, for state that a checkpoint cannot contain."""
+        # No shards are gathered for this check, because only types and names matter.
         spread = {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
         flatten({**spread, **self._rest()})
 
@@ -256,6 +261,7 @@ def places_beside(state: Mapping[str, Any], names: Set[str]) -> frozenset[int]:
     own: set[int] = set()
     index = 0
     for name, value in state.items():
+        # The result of get_extra_state() may contain any number of tensors.
         count = 1 if isinstance(value, Tensor) else len(flatten({name: value})[1])
         if name not in names:
             own.update(range(index, index + count))

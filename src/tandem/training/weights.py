@@ -42,8 +42,10 @@ SHOWN = 4
 def read_weights(place: PurePath, download: bool) -> bytes:
     """Return the tensors by name that `place` refers to, serialized. Raises ConfigError."""
     named = NAMED_WEIGHTS.fullmatch(str(place))
+    # A file of that name wins over torchvision's weights.
     if named is not None and not (isinstance(place, Path) and exists(place)):
         place = _torchvision_file(named[2], download)
+    # No file has the name PATH@STEP, which `locate` reads.
     elif isinstance(place, Path) and not exists(place) and "@" not in place.name:
         raise ConfigError(f"--init-from: {place} does not exist (looked from {Path.cwd()}); expected {VALID}")
     try:
@@ -102,6 +104,7 @@ def saved_at(place: str) -> Saved:
     store, step = locate(place)
     if step is not None:
         return Saved(store.directory, step, *store.read(step))
+    # Reading weights must not change a run, which may still train.
     found = store.newest(store.read, say_damaged, quarantine=False)
     if found is None:
         raise ConfigError(f"{store.directory} contains no valid checkpoint")
@@ -123,6 +126,7 @@ def _torchvision_file(name: str, download: bool) -> Path:
         members = [str(each) for each in getattr(models, kind)] if kind in kinds else []
         hint = did_you_mean(nearest(member, members, least=0) or nearest(kind, kinds))
         raise ConfigError(f"--init-from {name}: torchvision has no such weights{hint}") from error
+    # torchvision uses the same directory, so its downloads are found, too.
     folder = Path(torch.hub.get_dir()) / "checkpoints"
     path: Path = folder / url.rpartition("/")[2]
     if is_file(path):
@@ -196,6 +200,7 @@ def fit(theirs: Mapping[str, Tensor], model: nn.Module) -> Fit:
     places: dict[str, str] = {name: name for name in theirs if name in mine}
     for name in theirs:
         candidates = by_core.get(_core(name), [])
+        # Names that differ only in their prefixes are ambiguous, so none of them is guessed.
         if name not in places and len(candidates) == 1 and candidates[0] not in places.values():
             places[name] = candidates[0]
     loaded = {}
@@ -207,6 +212,7 @@ def fit(theirs: Mapping[str, Tensor], model: nn.Module) -> Fit:
             loaded[place] = theirs[name]
         else:
             wrong[place] = f"{place} is {there} in the file but {here} in the model"
+    # A tied parameter has several names, and counts once if any of them is loaded.
     names: dict[int, tuple[int, list[str]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), (parameter.numel(), []))[1].append(name)
@@ -242,6 +248,7 @@ class Initial:
                 f"--init-from {self.place} has {said}, {wants} ({'; '.join(lacks)}; the table in the log has "
                 f"all); use weights of this model{', or omit --init-strict' if share else ''}"
             )
+        # Parameters that the file lacks keep their initial values.
         strategy.load_model(model, found.loaded, strict=False)
 
 
