@@ -2,10 +2,10 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from tandem import layout
 from tandem.config import Settings, TaskJob
@@ -157,7 +157,8 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
         saver.is_end = beginning.ended_of == planned
         if beginning.owes_evaluation:
             make_up(training)
-        finished = saver.is_end or train(training)
+        with closing(cast("Generator[Any, None, None]", training.batches)):  # ends a profile that is open
+            finished = saver.is_end or train(training)
         if beginning.slot is not None and beginning.step == planned:
             saver.save(training.step)  # there was no step left to take, and the state exists only in memory
         clock.begin("drain")

@@ -182,7 +182,7 @@ def _compared(model: nn.Module, path: Path, calls: list[Call]) -> str:
         return "not compared with PyTorch, because onnxruntime is not installed"
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     names = [each.name for each in session.get_inputs()]
-    largest = 0.0
+    distances = [torch.zeros((), dtype=torch.float64)]
     for call in calls:
         given = [leaf for leaf in trees.tree_leaves(call[:2]) if isinstance(leaf, Tensor)]
         found = session.run(None, {name: leaf.numpy() for name, leaf in zip(names, given, strict=True)})
@@ -191,7 +191,8 @@ def _compared(model: nn.Module, path: Path, calls: list[Call]) -> str:
         wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for theirs, ours in zip(found, wanted, strict=True):
             apart = (torch.from_numpy(theirs).double() - ours.double()).abs().max()
-            largest = max(largest, float(apart / ours.double().abs().max().clamp(min=1.0)))
+            distances.append(apart / ours.double().abs().max().clamp(min=1.0))
+    largest = float(torch.stack(distances).max())  # torch's max keeps a NaN, which Python's ignores
     if not largest <= TOLERANCE:
         raise ConfigError(
             f"the ONNX model's output differs from PyTorch's by {largest:.1e}, more than {TOLERANCE:g}"

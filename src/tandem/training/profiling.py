@@ -1,7 +1,7 @@
 """Implement `--profile START:STEPS`: record a window of steps with torch.profiler, for chrome://tracing."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +12,32 @@ from tandem.log import reporting
 log = logging.getLogger("tandem.run")
 
 
-def profiled(batches: Iterator[Any], window: str | None, first_step: int, path: Path) -> Iterator[Any]:
+def profiled(
+    batches: Iterator[Any], window: str | None, first_step: int, path: Path
+) -> Generator[Any, None, None]:
     """Yield `batches` (one item per step), and record the steps of the window to `path`.
 
-    A step lasts from its batch to the request of the next one. Without a `window`, nothing is recorded.
+    A step lasts from its batch to the request of the next one, or until `close`, which a run calls that ends
+    or stops inside the window. Without a `window`, nothing is recorded.
     """
     if window is None:
         yield from batches
         return
     start, steps = map(int, window.split(":"))
     recording: Any = None
-    for step, batch in enumerate(batches, first_step):
-        # A run that resumes inside the window records the rest of it.
-        if step == max(start, first_step) and step < start + steps:
-            recording = profile()
-            recording.__enter__()
-        yield batch
-        if recording is not None and step + 1 >= start + steps:
+    try:
+        for step, batch in enumerate(batches, first_step):
+            # A run that resumes inside the window records the rest of it.
+            if step == max(start, first_step) and step < start + steps:
+                recording = profile()
+                recording.__enter__()
+            yield batch
+            if recording is not None and step + 1 >= start + steps:
+                _finish(recording, path)
+                recording = None
+    finally:
+        if recording is not None:
             _finish(recording, path)
-            recording = None
-    if recording is not None:
-        _finish(recording, path)
 
 
 def _finish(recording: Any, path: Path) -> None:

@@ -34,7 +34,8 @@ def check_replicas(
     if world.size == 1 or strategy.shares_parameters:
         return
     named = comparable(model)
-    sums = torch.stack([checksum(tensor) for tensor in named.values()])
+    # With --devices-per-rank, the tensors of one rank are on several GPUs.
+    sums = torch.stack([checksum(tensor).to(world.device) for tensor in named.values()])
     # Ranks exchange one number each; the sums of all tensors travel only after a mismatch.
     digests = world.gather(int(checksum(sums)))
     if len(set(digests)) == 1:
