@@ -37,7 +37,7 @@ def _row(name: str, world_size: int, kills: int) -> Row:
     with tempfile.TemporaryDirectory(prefix="tandem-own-loop-") as folder:
         arguments = ["--nproc", str(world_size), "--threads", "1"]
         runner = Runner(arguments, os.environ, Path(folder), STEPS, StopFlag(), script)
-        calm = runner.undisturbed()
+        calm = runner.uninterrupted()
         while done < kills:
             run = killed_run(runner, calm, min(KILLS_PER_RUN, kills - done), chance)
             done += len(run.kills)

@@ -85,7 +85,7 @@ def _trials_at(world_size: int, trials: int, device: str) -> int:
             place = Path(folder) / str(number)
             place.mkdir()
             runner = Runner(arguments, os.environ, place, STEPS, StopFlag())
-            trial = killed_run(runner, runner.undisturbed(), min(KILLS_PER_RUN, trials - done), chance)
+            trial = killed_run(runner, runner.uninterrupted(), min(KILLS_PER_RUN, trials - done), chance)
             done += len(trial.kills)
             equal += len(trial.kills) if trial.difference is None else 0
             say(f"{world_size} ranks, {name}: {trial}")
