@@ -153,6 +153,32 @@ class StopFlag:
             self.at = now
 
 
+@contextmanager
+def deferred_signals() -> Iterator[None]:
+    """Defer the signals that a fork server ignores, and their handlers, to the end of this block.
+
+    A process that is started meanwhile never dies of one, and a handler that raises (`StopFlag.ending`) never
+    does so inside a fork: Python drops an error of its fork hooks, and logging's lock stays locked with it.
+    """
+    deferred: list[int] = []
+    handlers: dict[int, Any] = {}
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_BY_FORK_SERVER)
+    try:
+        # The mask is this thread's. A signal that another thread receives runs its handler in the main one.
+        if threading.current_thread() is threading.main_thread():
+            handlers = {number: signal.getsignal(number) for number in IGNORED_BY_FORK_SERVER}
+            handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+            for number in handlers:
+                signal.signal(number, lambda number, _frame: deferred.append(number))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    for number in dict.fromkeys(deferred):
+        handlers[number](number, None)
+
+
 def stop_together(with_this_process: Callable[[int], None]) -> None:
     """Make Ctrl-Z stop other process groups, too: `with_this_process(number)` sends them a signal."""
 

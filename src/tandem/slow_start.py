@@ -11,6 +11,8 @@ from tandem.timeouts import SILENCE_SECONDS, SOON_SECONDS
 
 log = logging.getLogger("tandem.start")
 
+JOIN_SECONDS = 1.0
+
 
 @contextmanager
 def still(doing: str, silence: float = SILENCE_SECONDS, soon: float = SOON_SECONDS) -> Iterator[None]:
@@ -36,4 +38,5 @@ def still(doing: str, silence: float = SILENCE_SECONDS, soon: float = SOON_SECON
         yield
     finally:
         closing.set()
-        thread.join()
+        # Limited, because a signal handler that raises inside logging leaves its lock locked.
+        thread.join(JOIN_SECONDS)

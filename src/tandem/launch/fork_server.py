@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from tandem.errors import PeerLostError
-from tandem.process import SAFE_PATH, name_process, safe_path, stat_of
-from tandem.signals import IGNORED_BY_FORK_SERVER
+from tandem.process import SAFE_PATH, end_with_parent, name_process, safe_path, stat_of
+from tandem.signals import deferred_signals
 from tandem.slow_start import still
 
 NAME = "tandem-forks"
@@ -57,7 +57,7 @@ def start_fork_server(preload: Sequence[str], folder: Path, keeps: bool = True) 
     multiprocessing.set_forkserver_preload(modules)
     with _no_current_folder():
         resource_tracker.ensure_running()  # first, because starting its process unblocks signals
-    with _blocked_signals():
+    with deferred_signals():
         imported = _fork(modules)
 
     def wait() -> None:
@@ -88,7 +88,7 @@ def has_gone() -> bool:
 def start(process: ForkServerProcess) -> None:
     """Fork `process` from the server. Raises PeerLostError if the server is gone or cannot fork."""
     try:
-        with _no_current_folder(), _blocked_signals():  # inherited by a new interpreter in the server's place
+        with _no_current_folder(), deferred_signals():  # inherited by a new interpreter in the server's place
             process.start()
     except (EOFError, OSError) as error:
         raise PeerLostError(
@@ -139,6 +139,8 @@ def _serve(listener: int, alive: int, imports: int, preload: Sequence[str], secr
     """Become the fork server in the new process. Never returns into the caller's stack."""
     code = 1
     try:
+        # First, so that this process ends with the caller even if it is stopped before its first import.
+        end_with_parent(signal.SIGKILL)
         name_process(NAME)
         from tandem.launch.fork_server_signals import ignore_signals
 
@@ -163,16 +165,6 @@ def _serve(listener: int, alive: int, imports: int, preload: Sequence[str], secr
     finally:
         # Exit handlers and buffered output are the caller's.
         os._exit(code)
-
-
-@contextlib.contextmanager
-def _blocked_signals() -> Iterator[None]:
-    """Block the signals that a fork server ignores, so that a process started meanwhile never dies of one."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_BY_FORK_SERVER)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
