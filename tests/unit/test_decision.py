@@ -26,8 +26,9 @@ def make(**values: Any) -> Settings:
     return Settings.from_dict({"batch_size": 100, "epochs": 4, **values})
 
 
-def save(store: CheckpointStore, step: int, settings: Settings) -> None:
+def save(store: CheckpointStore, step: int, settings: Settings, **more: Any) -> None:
     info = {
+        **more,
         "settings": settings.to_dict(),
         "fingerprint": settings.fingerprint_fields(),
         "train_samples": TRAIN_SAMPLES,
@@ -70,6 +71,13 @@ def test_a_complete_run_has_been_read_back(store: CheckpointStore) -> None:
     (store.path(40) / "state.pt").write_bytes(b"State 40")
     assert begin(decide_resume(make(), store)) == ("resume", 39)
     assert store.steps() == [39]
+
+
+def test_parts_of_uneven_lengths_have_more_steps_than_whole_batches(store: CheckpointStore) -> None:
+    save(store, 45, make(), steps_per_epoch=12)
+    assert begin(decide_resume(make(), store)) == ("resume", 45)
+    save(store, 48, make(), steps_per_epoch=12)
+    assert begin(decide_resume(make(), store)) == ("complete", 48)
 
 
 def found_by_rank_0(store: CheckpointStore, decision: ResumeDecision) -> tuple[int, str]:
