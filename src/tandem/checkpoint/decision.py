@@ -142,8 +142,9 @@ def _look(
         raise
     if "train_samples" not in info:
         raise CorruptCheckpointError(f"the manifest of {store.path(step)} has no train_samples")
-    # Data in parts of uneven lengths has more steps than its samples have batches, so a newer manifest says it.
-    steps_per_epoch = int(info.get("steps_per_epoch") or int(info["train_samples"]) // settings.data.batch_size)
+    # Data in parts of uneven lengths has more steps than whole batches. Old manifests do not say how many.
+    whole_batches = int(info["train_samples"]) // settings.data.batch_size
+    steps_per_epoch = int(info.get("steps_per_epoch") or whole_batches)
     planned = settings.run.steps or settings.run.epochs * steps_per_epoch
     # The task ended the run with these same planned steps.
     is_last = step >= planned or info.get("ended_of") == planned
