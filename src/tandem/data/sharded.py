@@ -66,6 +66,7 @@ class ShardedData:
         self._dataset = dataset
         self._reader = reader
         mine = self._part()
+        # A part without a length is read once to count it.
         size = len(mine) if hasattr(mine, "__len__") else sum(1 for _ in mine)
         self.sharded = ShardedOrder(reader.gather(size), reader.config.batch_size, reader.seed)
         self.order: GlobalOrder = self.sharded
@@ -108,6 +109,7 @@ class ShardedData:
             self._dataset.set_epoch(epoch)
         seed_host_generators(derive_seed(self._reader.seed, epoch, self._reader.rank))
         self._samples = iter(self._part())
+        # The interface has no way to skip samples without reading them.
         for _ in islice(self._samples, place):
             pass
 
