@@ -265,8 +265,8 @@ def whole_slots(regions: Sequence[NodeMemory]) -> dict[int, int]:
         return {}
     heads = [region.map(HEADER_BYTES) for region in regions]
     marks = [{SLOT.unpack_from(head, slot * SLOT.size) for head in heads} for slot in (0, 1)]
+    # The marks of all ranks must be equal: the same layout and the same step.
     return {
-        # The marks of all ranks must be equal: the same layout and the same step.
         next(iter(mark))[1]: slot for slot, mark in enumerate(marks) if len(mark) == 1 and max(mark)[1] > 0
     }
 

@@ -177,7 +177,8 @@ class Backward:
         if not is_last:
             return
         arrived = next((means for each in replicas if (means := each.arrived()) is not None), None)
-        # If no wrapped model took part in this pass, for example in a single process, use one small all-reduce.
+        # If no wrapped model took part in this pass, for example in a single process, use one small
+        # all-reduce.
         self._take(self._group.mean(numbers) if arrived is None else arrived)
 
     def _packed(self) -> Tensor:
