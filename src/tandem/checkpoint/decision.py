@@ -145,7 +145,7 @@ def _look(
         raise
     if "train_samples" not in info:
         raise CorruptCheckpointError(f"the manifest of {store.path(step)} has no train_samples")
-    # An epoch drops its incomplete last batch.
+    # An epoch of `GlobalOrder` drops its incomplete last batch.
     steps_per_epoch = int(info["train_samples"]) // settings.data.batch_size
     planned = settings.run.steps or settings.run.epochs * steps_per_epoch
     # The task ended the run with these same planned steps.

@@ -22,6 +22,7 @@ class ShardedOrder(GlobalOrder):
     """Steps of an epoch if each rank has its own `sizes` samples and uses an equal share in each step."""
 
     def __init__(self, sizes: Sequence[int], batch_size: int, seed: int) -> None:
+        # GlobalOrder refuses fewer samples than a batch. Here the longest part decides the number of steps.
         super().__init__(max(sum(sizes), batch_size), batch_size, seed)
         if not any(sizes):
             raise ConfigError("of_rank() of the training set returns no samples for any rank")
@@ -83,6 +84,8 @@ class ShardedData:
                 if step == start or position == 0:
                     self._open(epoch, position * order.share)
                 count = order.of_rank(step, reader.rank)
+                # Each rank makes the same number of micro-batches, so that collectives match. Some may be
+                # empty.
                 sizes = [count // parts + (part < count % parts) for part in range(parts)]
                 batches = [self._batch(step, part, size) for part, size in enumerate(sizes)]
             yield [None if batch is None else moved(batch, reader.device) for batch in batches]
