@@ -223,6 +223,7 @@ def _saved(info: Mapping[str, Any]) -> dict[str, Any]:
 
     Some versions of tandem saved addresses with one slash.
     """
+    # The manifest counts here, not config.json. See docs/architecture.md#which-settings-count.
     saved = translated(info.get("settings", {}))
     return saved | {name: str(address(saved[name])) for name in PLACES if saved.get(name)}
 

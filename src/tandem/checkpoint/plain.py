@@ -28,7 +28,7 @@ DEEPEST = 100
 SHOWN = 8
 """Number of keys of a path to show in a message."""
 STRIDED = torch.strided
-# Only these are restored by name, because the name comes from a file and is called.
+# Only these are restored: the name comes from a file, and what it names is called.
 FACTORIES: dict[str, Callable[[], Any]] = {f.__name__: f for f in (int, float, list, dict, set, str, bool)}
 NUMBERS = {
     name: np.dtype(name).type

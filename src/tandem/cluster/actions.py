@@ -154,6 +154,7 @@ def build(cluster: Cluster) -> None:
             "project directory: tandem init DIR"
         )
     if not docker("image", "inspect", "--format", "{{.Id}}", cluster.image, check=False).strip():
+        # A later build reuses the layers of the first one, so only that one needs the room.
         check_room_for_a_build(free_bytes_of_engine())
         say(f"image        {cluster.image} is not there: building it, which takes minutes")
     if not build_image(command):

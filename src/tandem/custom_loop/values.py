@@ -99,7 +99,7 @@ def tensor_in(value: Any) -> Tensor:
 def put(value: Any, saved: Tensor) -> None:
     """Copy `saved` into a kept tensor or array, in place."""
     if isinstance(value, Tensor):
-        # torch refuses to change a leaf in place while gradients are recorded.
+        # torch refuses to change a leaf that requires gradients in place while it records them.
         with torch.no_grad():
             value.copy_(saved)
     else:

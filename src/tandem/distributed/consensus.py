@@ -79,8 +79,7 @@ class ConsensusReader:
         totals = [value * self._group.size for value in mean[SLOTS:GRADIENTS_NOT_FINITE]]
         return Consensus(
             step=step,
-            # `pack` replaced values that are not finite by zeros, so the mean of the losses is meaningless
-            # then.
+            # `pack` replaced a loss that is not finite by zero, so the mean would be wrong.
             loss=math.nan if mean[LOSS_NOT_FINITE] > 0 else mean[LOSS],
             # A flag of a single rank makes the mean positive.
             stop=mean[STOP] > 0,

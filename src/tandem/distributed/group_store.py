@@ -191,6 +191,7 @@ def forget_dump_signal(store: Any) -> None:
     NCCL's watchdogs check it in every later generation: each would dump its record and abort its rank. Rank 0
     calls this before the others can open their group, when all ranks of earlier generations are dead.
     """
+    # NCCL's watchdog ignores the prefixes of groups. See docs/architecture.md#how-ranks-connect.
     store = without_prefixes(store)
     if isinstance(store, TCPStore):
         store.delete_key(DUMP_SIGNAL)

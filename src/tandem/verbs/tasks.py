@@ -45,7 +45,7 @@ def verify_resume(options: "Namespace", environ: Environment) -> int:
     from tandem.launch.program import to_verify
     from tandem.signals import StopFlag
 
-    # A wrong combination of arguments is reported before any file is read.
+    # A mistake in the script's arguments is reported before the settings are read.
     script = to_verify(options.script, options.program, options.given)
     trials = options.trials or checked(Count, "TANDEM_TRIALS", environ.get("TANDEM_TRIALS") or "3")
     settings = _announced(resolve(options.given, environ))

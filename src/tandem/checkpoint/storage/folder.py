@@ -134,8 +134,7 @@ class Folder:
         # The next save must create the directory again and fsync its name.
         if source == self._anchored:
             self._anchored = None
-        # The dict removes a duplicate and keeps the order: after a power loss, two names are better than
-        # none.
+        # The dict removes a duplicate and keeps the order: after a power loss, two names beat none.
         for parent in {target.parent: None, source.parent: None}:
             fsync_directory(parent)
 

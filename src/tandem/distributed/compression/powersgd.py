@@ -54,8 +54,8 @@ class PowerSGD:
                 "--gradient-compression powersgd sends all factors in one piece, but --devices-per-rank puts "
                 "them on several GPUs; use bf16 or none"
             )
-        # On GPUs, the factors do not depend on CPU threads.
         self._threads = torch.get_num_threads()
+        # On GPUs, the factors do not depend on CPU threads.
         threads = group.gather(self._threads) if group.device.type == "cpu" else [1]
         if len(set(threads)) > 1:
             raise ConfigError(

@@ -45,7 +45,8 @@ class Telemetry(nn.Module):
         """Return (tensor for backward, module's values); `carries` is 1 in the last micro-batch, else 0."""
         loss, numbers = self.module(batch)
         # Gradients of micro-batches add up, so only the last one has the values: those of all micro-batches.
-        # fp16's scale is not applied to them, because the optimizer does not unscale the carrier.
+        # fp16's scale is not applied to them, because the optimizer does not unscale the carrier. See
+        # docs/architecture.md#the-telemetry-parameter.
         carried = pack(slots, so_far + numbers)
         return loss * scale + (self.carrier * (carried * carries)).sum(), numbers
 
