@@ -29,7 +29,6 @@ SIDE = 28
 _GLYPH_SIDE = 112  # drawn four times as large, then sampled
 _GLYPH_STYLES = ((46, 5), (52, 6), (58, 6), (52, 10), (58, 11), (46, 13))  # (height, stroke width)
 _FINE = 8  # subdivisions of a glyph's pixel for placing strokes
-# Another value would change the images, because the numbers for a chunk are drawn together.
 _CHUNK = 5_000
 _ONE = 1 << 12  # 1.0 in fixed point
 _TURN = 20  # degrees, in either direction
@@ -76,6 +75,7 @@ def draw(count: int, seed: int) -> tuple[Tensor, Tensor]:
     glyphs = _glyphs()
     images = torch.empty(count, SIDE, SIDE, dtype=torch.uint8)
     labels = torch.empty(count, dtype=torch.uint8)
+    # Other chunks would change the images, because the numbers for a chunk are drawn together.
     for start in range(0, count, _CHUNK):
         stop = min(start + _CHUNK, count)
         labels[start:stop] = torch.randint(10, (stop - start,), generator=generator, dtype=torch.uint8)
