@@ -92,8 +92,21 @@ class Watched:
             assert time.monotonic() < deadline, f"no {what} within {LIMIT:g} s"
             time.sleep(0.3)
 
-    def fires(self, name: str) -> None:
-        self.until(lambda: self.firing(name), f"{name} firing")
+    def fires(self, name: str, *containers: str) -> None:
+        """Also one that fired between two looks: a run that ends is scraped once more, and then it is gone."""
+        fired = f'count_over_time(ALERTS{{alertname="{name}",alertstate="firing"}}[10m])'
+        query = f"query?{urllib.parse.urlencode({'query': fired})}"
+        try:
+            self.until(lambda: bool(self.ask(query)["result"]), f"{name} firing")
+        except AssertionError as error:
+            for container in containers:
+                command = ["docker", "logs", "--tail", "40", container]
+                error.add_note(
+                    subprocess.run(
+                        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60
+                    ).stdout
+                )
+            raise
 
     def resolves(self, name: str) -> None:
         self.until(lambda: not self.firing(name), f"{name} resolved")
@@ -152,7 +165,7 @@ def test_alerts_fire_in_the_cluster_and_resolve(
 
     cluster.until(lambda: cluster.step() > 0, process, "training again")
     (tmp_path / "nan").touch()
-    watched.fires("TandemLossNotFinite")
+    watched.fires("TandemLossNotFinite", *nodes)
     code, output = cluster.processes.wait(process, LIMIT)
     assert code == 1, output
     assert f"prometheus   http://localhost:{prometheus}/alerts" in output

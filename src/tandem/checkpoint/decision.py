@@ -18,6 +18,8 @@ from tandem.errors import ConfigError, CorruptCheckpointError
 
 log = logging.getLogger("tandem.run")
 
+# These settings change the order of additions or the kernels, so a resumed run is correct but not equal in
+# every bit.
 BITS_MAY_DIFFER = {
     "nodes",
     "nproc",
@@ -113,6 +115,7 @@ def _from_path(settings: Settings, store: CheckpointStore) -> ResumeDecision:
     if only is not None:
         step, looked = only, _look(settings, there, only, whole)
     else:
+        # PATH may be another run, which is only read, so nothing is quarantined there.
         found = there.newest(lambda step: _look(settings, there, step, whole), say_damaged, quarantine=False)
         if found is None:
             raise ConfigError(nothing_valid(there.directory))
@@ -148,6 +151,7 @@ def _look(
     planned = settings.run.steps or settings.run.epochs * steps_per_epoch
     # The task ended the run with these same planned steps.
     is_last = step >= planned or info.get("ended_of") == planned
+    # A run that was stopped before its last evaluation resumes to make up for it.
     complete = is_last and not info.get("owes_evaluation")
     if whole or complete:
         store.verify(step)
@@ -195,6 +199,7 @@ def _check_fingerprint(settings: Settings, info: Mapping[str, Any], path: PurePa
 def _changes(info: Mapping[str, Any], settings: Settings) -> list[str]:
     old = _saved(info)
     new = _plain(settings.to_dict())
+    # These settings are about a single start, not about what is trained.
     no_matter = {"resume", "master", "node_rank", "on_data_change"}
     same = {*settings.fingerprint_fields(), *no_matter}
     return [
@@ -219,6 +224,7 @@ def _saved(info: Mapping[str, Any]) -> dict[str, Any]:
 
     Some versions of tandem saved addresses with one slash.
     """
+    # The manifest counts here, not config.json. See docs/architecture.md#which-settings-count.
     saved = translated(info.get("settings", {}))
     return saved | {name: str(address(saved[name])) for name in PLACES if saved.get(name)}
 

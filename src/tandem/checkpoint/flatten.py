@@ -39,6 +39,7 @@ def flatten(state: Mapping[str, Any]) -> tuple[dict[Any, Any], list[Tensor]]:
         except UnsupportedValueError as error:
             path = [name, *error.path]
             where = shown(path[1:] if name in OF_A_LOOP and len(path) > 1 else path)
+            # Some descriptions have their own advice, after a semicolon.
             advice = "" if ";" in error.what else f"; {VALID}"
             raise ConfigError(f"cannot save the state: {where} is {error.what}{advice}") from error
         converted += [((name, *reversed(keys)), was) for keys, was in plain.converted]

@@ -27,6 +27,7 @@ def through(
 
     Raises CheckpointError if the file changed while it was used, because the result may then be wrong.
     """
+    # The file is read three times; with the page cache, only the first time is from the disk.
     store.verify(step, from_disk=False)
     with translated(f"cannot read {path}"):
         made = use(path)

@@ -62,6 +62,7 @@ def _row(
         if verify:
             store.verify(step)
             verified = True
+    # A damaged checkpoint is a row of the table, not the end of it.
     except CorruptCheckpointError as error:
         if step not in store.steps():  # pruned in the meantime
             return None
@@ -169,6 +170,7 @@ def is_finished(store: CheckpointStore) -> bool:
         planned = step if "ended_of" in info else info.get("steps_planned")
         if step is None or not isinstance(planned, int) or step < planned:
             return False
+        # A large state takes long to read, so the manifest is judged first.
         store.verify(step)
     except CheckpointError:
         return False

@@ -38,10 +38,12 @@ def parse_manifest(path: object, raw: bytes) -> dict[str, Any]:
         body = json.loads(raw)
         del body["manifest_sha256"]
         whole = seal(body) == raw
+    # Arbitrary bytes can fail in each of these ways, and all of them mean damage.
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         whole = False
     if not whole:
         raise CorruptCheckpointError(f"{path} is damaged: its SHA-256 does not match")
+    # This comes before the fields are checked, because a newer format may have others.
     if type(body.get("format")) is int and 0 <= body["format"] != FORMAT:
         raise CheckpointError(f"{path} has format {body['format']}, expected {FORMAT}; use a newer tandem")
     if problem := _problem(body):

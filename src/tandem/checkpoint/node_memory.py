@@ -31,6 +31,7 @@ class NodeMemory:
 
     def present(self) -> int:
         """Return how many bytes occupy memory; a region that has only been extended occupies none."""
+        # Linux counts st_blocks in units of 512 bytes, whatever the block size is.
         return os.fstat(self._descriptor).st_blocks * 512
 
     def map(self, size: int) -> mmap.mmap:
@@ -38,6 +39,7 @@ class NodeMemory:
 
         Writes then cause no page faults. Raises OSError if the memory is not available.
         """
+        # A region never shrinks: access to a mapping beyond the end of its file is a SIGBUS.
         if self.size() < size:
             os.ftruncate(self._descriptor, size)
         memory = mmap.mmap(self._descriptor, size, flags=mmap.MAP_SHARED)
@@ -59,5 +61,6 @@ def _populate(memory: mmap.mmap) -> None:
     place = (ctypes.c_char * len(memory)).from_buffer(memory)
     address = ctypes.c_void_p(ctypes.addressof(place))
     size = ctypes.c_size_t(len(memory))
+    # EFAULT means that an access would cause a SIGBUS (see madvise(2)).
     if _libc.madvise(address, size, POPULATE_WRITE) and ctypes.get_errno() in (errno.ENOMEM, errno.EFAULT):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

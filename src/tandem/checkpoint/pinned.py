@@ -68,6 +68,7 @@ def homes_in_one_piece(sources: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     for source in sources:
         offsets.append(end)
         end += -(-source.nbytes // ALIGNMENT) * ALIGNMENT
+    # torch.frombuffer accepts neither an empty buffer nor zero elements.
     memory = bytearray(max(end, ALIGNMENT))
     homes = [
         torch.frombuffer(memory, dtype=source.dtype, count=source.numel(), offset=begin).reshape(source.shape)

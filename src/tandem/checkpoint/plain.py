@@ -28,6 +28,7 @@ DEEPEST = 100
 SHOWN = 8
 """Number of keys of a path to show in a message."""
 STRIDED = torch.strided
+# Only these are restored: the name comes from a file, and what it names is called.
 FACTORIES: dict[str, Callable[[], Any]] = {f.__name__: f for f in (int, float, list, dict, set, str, bool)}
 NUMBERS = {
     name: np.dtype(name).type
@@ -66,6 +67,7 @@ class Plain:
         """Return the plain form of `value`. Raises UnsupportedValueError."""
         kind = type(value)
         if kind in LEAVES:
+            # isascii() is fast, and ASCII text always has a UTF-8 encoding.
             return value if kind is not str or value.isascii() else _encodable(value)
         if isinstance(value, Tensor):
             if reason := unusual(value):
@@ -88,6 +90,7 @@ class Plain:
     def _items(self, pairs: Iterable[tuple[Any, Any]], depth: int) -> Iterable[Any]:
         for key, item in pairs:
             kind = type(item)
+            # Most items are numbers or tensors, for which this saves a call of `of`.
             if kind in LEAVES and kind is not str:
                 yield item
                 continue
@@ -170,6 +173,7 @@ def restored(state: dict[Any, Any]) -> dict[Any, Any]:
                 branch = branch.setdefault(key, {})
             branch[_HERE] = was
         _put_back(state, tree)
+    # The state comes from a file, so its types and paths may be anything.
     except (TypeError, LookupError, AttributeError, OverflowError, RuntimeError) as error:
         raise ValueError(f"its {TYPES} do not match the state: {type(error).__name__}") from error
     return state

@@ -73,6 +73,7 @@ def why_kept(scores: Mapping[int, Scores], rule: Retention) -> dict[int, list[st
     this reason.
     """
     reasons: dict[int, list[str]] = {}
+    # At least the newest one is kept, because a run resumes from it.
     for step in sorted(scores, reverse=True)[: max(rule.newest, 1)]:
         reasons.setdefault(step, []).append("newest")
     if rule.best is not None and (best := rule.best.step(scores)) is not None:

@@ -171,17 +171,20 @@ class Snapshots:
             assert self._memory is not None
             self._pinned.hold(torch.frombuffer(self._memory, dtype=torch.uint8))
         copy_all(self._targets[self._slot], sources, non_blocking=on_gpu)
+        # The mark that follows must not be visible before the data.
         for stream in streams_of(sources):
             stream.synchronize()
 
     def _lay_out(self, forms: Sequence[TensorForm], own: Collection[int], text_bytes: int) -> None:
         """Place both slots in the region; a restarted rank reuses those of its predecessor."""
         layout = Layout.of(forms, own, self._ranks)
+        # The region may be mapped again below, and memory must not be unmapped while it is pinned.
         self._pinned.release()
         self._check_room(layout.cuts[-1])
         data = _aligned(LENGTH.size + text_bytes * SKELETON_SLACK)
         slot_bytes = data + layout.cuts[self._rank + 1] - layout.cuts[self._rank]
         memory = self._region.map(max(self._region.size(), _slot_start(2, slot_bytes)))
+        # If either slot had another layout, its tensors would be read from wrong offsets.
         if _fingerprints(memory) <= {0, layout.fingerprint} and _has_room(memory, text_bytes):
             data, slot_bytes = GEOMETRY.unpack_from(memory, GEOMETRY_AT)
         else:
@@ -208,6 +211,7 @@ class Snapshots:
 
         The check covers all of the node's ranks together, because they allocate at the same time.
         """
+        # Regions of an earlier generation occupy their memory already.
         missing = 2 * state_bytes - sum(region.present() for region in self._regions)
         left = memory_left(Path("/"))
         if left is not None and missing > 0 and missing + state_bytes > left:
@@ -261,6 +265,7 @@ def whole_slots(regions: Sequence[NodeMemory]) -> dict[int, int]:
         return {}
     heads = [region.map(HEADER_BYTES) for region in regions]
     marks = [{SLOT.unpack_from(head, slot * SLOT.size) for head in heads} for slot in (0, 1)]
+    # The marks of all ranks must be equal: the same layout and the same step.
     return {
         next(iter(mark))[1]: slot for slot, mark in enumerate(marks) if len(mark) == 1 and max(mark)[1] > 0
     }

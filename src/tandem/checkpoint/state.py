@@ -149,6 +149,8 @@ def _check_needs(state: object, size: int) -> None:
             if value.nbytes > size + SLACK_BYTES:
                 raise _too_much(path, f"a tensor of {value.nbytes:,} bytes in a file of {size:,} bytes")
         elif isinstance(value, dict | list | tuple | set):
+            # Each value takes a byte of the file at least. More values mean that a list is contained in
+            # others many times.
             if len(path) > DEEPEST or values > size:
                 raise _too_much(path, "nested too deeply")
             items = value.items() if isinstance(value, dict) else enumerate(value)

@@ -139,6 +139,7 @@ class CheckpointWriter:
         skeleton, tensors = flatten(state)
         copied = unflatten(skeleton, self._buffers.copy(tensors))
         held = time.monotonic() - began
+        # The thread is no daemon, so that Python does not exit in the middle of a save.
         self._thread = threading.Thread(
             target=self._write, args=(step, copied, info, began, held), name="tandem-checkpoint"
         )
@@ -220,6 +221,7 @@ class CheckpointWriter:
             if self._store.prune(self._keep):
                 self._verified(newest)
         except CheckpointError as error:
+            # Surplus checkpoints do no harm until the volume is full, and then the next save fails.
             log.warning("old checkpoints were not deleted: %s", error)
         except RunTakenError as error:
             self._error = error

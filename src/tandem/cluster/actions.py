@@ -80,6 +80,7 @@ def up(options: argparse.Namespace) -> int:
             f"cluster {cluster.project} is running ({len(unfinished)} nodes); "
             "stop it first: make compose-down"
         )
+    # The forwarder of an ended job may still hold the port, which is checked next.
     remove_metrics(cluster)
     check_free(port)
     if not options.image:
@@ -153,6 +154,7 @@ def build(cluster: Cluster) -> None:
             "project directory: tandem init DIR"
         )
     if not docker("image", "inspect", "--format", "{{.Id}}", cluster.image, check=False).strip():
+        # A later build reuses the layers of the first one, so only that one needs the room.
         check_room_for_a_build(free_bytes_of_engine())
         say(f"image        {cluster.image} is not there: building it, which takes minutes")
     if not build_image(command):
@@ -237,6 +239,7 @@ def remove_metrics(cluster: Cluster, mine: Sequence[str] | None = None) -> None:
 
 def down(options: argparse.Namespace) -> int:
     """Stop a running job and report its result; then remove containers, network and optionally volumes."""
+    # With `watched`, Compose also removes Prometheus and Grafana.
     cluster = Cluster(options.project, {}, watched=True)
     # `down` alone would remove the nodes without a report of the job's result.
     end(options.project)
@@ -271,6 +274,7 @@ def end(project: str) -> None:
     """Stop a running job like `docker stop` and report its result; its nodes still exist afterward."""
     by_hand = {"RUN": os.environ.get("RUN") or "digits", "IMAGE": os.environ.get("IMAGE") or DEFAULT_IMAGE}
     cluster = Cluster(project, by_hand, watched=True)  # the defaults of compose.yaml
+    # Plain `docker compose` leaves the label with the variables empty.
     with contextlib.suppress(ClusterError):
         cluster = Cluster.found(project)
     job = ClusterJob.of(cluster)

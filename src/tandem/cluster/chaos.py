@@ -26,7 +26,9 @@ OUTCOME_SECONDS = 300.0
 OWN_PROJECT = "tandem-chaos"
 OWN_RUN = {
     "NODES": "2",
+    # Docker chooses a free port, because the user's own cluster may have the usual one.
     "METRICS_PORT": "",
+    # The fault `oom` fills all of it.
     "MEMORY": "1536mb",
     "TASKS": str(HERE),
     "TANDEM_TASK": "/tasks/slow_digits.py:SlowDigits",
@@ -105,6 +107,7 @@ def break_it(cluster: Cluster, name: str, index: int) -> ChaosRow:
         happened = fault.check(scene) or ""
         floor = scene.resumed()
         step = live_step(cluster)
+        # A new generation begins at an earlier step, so its own progress counts.
         return bool(happened) and step is not None and step > (lifted_at_step if floor is None else floor)
 
     until(cluster, exists, f"documented outcome of {name}", OUTCOME_SECONDS)
@@ -152,6 +155,7 @@ def table(project: str, image: str, index: int) -> int:
                 rows.append((row, "yes" if same else "NO"))
                 failed += not same
             except ClusterError as error:
+                # One failed fault must not hide the results of the others.
                 say(f"{name}: FAILED: {error}")
                 failed += 1
     finally:

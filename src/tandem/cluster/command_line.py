@@ -77,9 +77,11 @@ def add_options(parser: Parser) -> None:
     for name, (takers, placeholder, meaning) in OPTIONS.items():
         whose = "" if len(takers) == len(ACTIONS) else f"{', '.join(takers)}: "
         default = f" [default {SHOWN_DEFAULTS[name]}]" if name in SHOWN_DEFAULTS else ""
+        # argparse formats the text with %.
         text = f"{whose}{meaning}{default}".replace("%", "%%")
         parser.add_argument(f"--{name}", metavar=placeholder, help=text)
     for name, (taker, meaning) in SWITCHES.items():
+        # make passes 1 or an empty value, but users type the flag alone.
         parser.add_argument(f"--{name}", nargs="?", const="1", metavar="1", help=f"{taker}: {meaning}")
 
 
@@ -127,6 +129,7 @@ def run(options: argparse.Namespace) -> int:
         check_compose()
         return action.run(options)
     except ClusterError as error:
+        # The same error keeps its class, and with it the exit code.
         error.args = (typed(str(error)),)
         raise
 

@@ -112,6 +112,7 @@ def _copy(source: Sequence[str], folder: Path, what: str, volume: str) -> int:
         errors.seek(0)
         said = (errors.read().strip().splitlines() or ["no output"])[-1]
     code = archive.returncode
+    # tar fails here as well, because its input is empty.
     if code == NO_SUCH_RUN:
         return code
     # A program that never started leaves tar an empty input, and its own error is the cause.

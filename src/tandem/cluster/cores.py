@@ -40,6 +40,7 @@ def threads_of(cores: int, nodes: int, cpus: float, gpus: str) -> str:
     if 0 < cpus <= cores / nodes:
         return "auto"
     ranks = int(gpus) if gpus.isdigit() else 1  # one rank per GPU
+    # A host can have fewer cores than ranks.
     return str(max(1, cores // nodes // ranks))
 
 

@@ -128,6 +128,7 @@ def raise_if_gone(ended: subprocess.CompletedProcess[str]) -> None:
 def telling(ended: subprocess.CompletedProcess[str]) -> str:
     """Return the most informative line of a failed command's output."""
     lines = (ended.stderr or ended.stdout).strip().splitlines() or ["no output"]
+    # The last line may be a hint, such as "See 'docker run --help'".
     return next((line.strip() for line in lines if "error" in line.lower()), lines[-1].strip())
 
 
@@ -204,6 +205,7 @@ class Cluster:
         """Return the `docker compose` command for this project, as words after `docker`."""
         more = {"monitoring.yaml": self.watched, "gpu.yaml": self.gpus}
         files = ["compose.yaml", *(name for name, wanted in more.items() if wanted)]
+        # Compose would look for .env next to the Compose files, and not in the user's directory.
         dotenv = ["--env-file", str(ROOT / ".env")] if (ROOT / ".env").is_file() else []
         chosen = [word for name in files for word in ("-f", str(HERE / name))]
         chosen += ["-f", self.variables[OVERRIDE]] if OVERRIDE in self.variables else []

@@ -193,6 +193,7 @@ def _slow(scene: Scene) -> str:
 
 def _disk_full(scene: Scene) -> str:
     """Mount a full file system over the checkpoints, visible only to node 0, until a save has failed."""
+    # The mount covers only the checkpoints, so events can still be written and read.
     folder = f"{scene.cluster.run_dir}/checkpoints"
     # See docs/architecture.md#design-changes: mount needs SYS_ADMIN, and nsenter needs SYS_PTRACE.
     options = ["--pid=host", "--cap-add", "SYS_ADMIN", "--cap-add", "SYS_PTRACE"]
@@ -228,6 +229,7 @@ def _stop(scene: Scene) -> str:
     scene.note = int(str((scene.cluster.summary() or {}).get("last_checkpoint_step", 0)))
     # The stop saves a checkpoint, so steps until then are not lost.
     scene.step = scene.note
+    # The nodes start before their codes are judged, so that a failed fault leaves a running cluster.
     scene.cluster.compose("start", "node")
     if set(codes) != {143}:
         raise ClusterError(f"the nodes ended with {codes} after a stop; expected 143: make compose-logs")
@@ -243,6 +245,7 @@ def _was_reported(scene: Scene) -> str | None:
     named = scene.since("hang")
     outcome = _next_world(scene)
     for event in named:
+        # More waiting does not turn a wrong report into a right one.
         if (event["rank"], event["node"]) != (scene.note, scene.node.index):
             raise ClusterError(
                 f"rank {event['rank']} on node {event['node']} was reported, but rank {scene.note} on node "

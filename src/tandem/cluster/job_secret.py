@@ -36,6 +36,7 @@ def make(project: str, given: Mapping[str, str]) -> Path:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     # mkdir changes no mode of an existing directory.
     path.parent.chmod(0o700)
+    # An existing file may be a link or belong to another user, so the secret is written to a new one.
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o444), "w", encoding="utf-8") as out:
         os.fchmod(out.fileno(), 0o444)  # regardless of the umask

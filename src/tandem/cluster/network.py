@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from tandem.cluster.engine import Cluster, ClusterError, Node
 
 DEVICE = "eth0"
+# tbf reaches its rate only with a burst of at least rate / HZ (see tc-tbf(8)).
 BURST = "256kb"
 QUEUE = "400ms"  # how long a packet may wait before it is dropped
 RATE = re.compile(r"[0-9]+(\.[0-9]+)?[kmgt]?bit", re.IGNORECASE)
@@ -102,6 +103,7 @@ def keep_shape(cluster: Cluster, shaped: dict[str, str]) -> None:
 def shape_node(cluster: Cluster, node: Node, shape: LinkShape) -> None:
     """Limit the node's outgoing traffic to `shape`; an empty shape removes all limits."""
     commands = shape.commands() if shape else [f"qdisc del dev {DEVICE} root"]
+    # The removal fails if there is no limit yet.
     in_namespace(cluster, node, " && ".join(f"tc {command}" for command in commands), check=bool(shape))
 
 

@@ -56,6 +56,7 @@ def checked_epochs(text: str) -> int:
 
 def checked_nodes(text: str) -> int:
     """Return the number of nodes. Raises ClusterError."""
+    # int() alone would accept more, such as 1_0 and digits of other scripts.
     if not re.fullmatch(r"[1-9][0-9]{0,3}", text) or int(text) > NODES_LIMIT:
         raise ClusterError(
             f"NODES: invalid value {text!r}; expected an integer from 1 to {NODES_LIMIT}: "

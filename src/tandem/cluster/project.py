@@ -66,4 +66,5 @@ def build(command: Sequence[str]) -> bool:
 def _without_make() -> dict[str, str]:
     """Return this environment without variables of an outer make, whose flags must not reach `make image`."""
     own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKEOVERRIDES")}
+    # The Dockerfile mounts caches and secrets, which needs BuildKit. Older engines use it only if asked to.
     return {**own, "DOCKER_BUILDKIT": "1"}

@@ -52,6 +52,7 @@ def read(volume: str, image: str, path: str) -> tuple[str, float] | None:
         return None
     ended = _run(reader(volume, image, READ, path))
     written, _, text = ended.stdout.partition("\n")
+    # The shell line also fails for a file that does not exist.
     return None if ended.returncode else (text, float(written))
 
 

@@ -69,6 +69,7 @@ def _script(options: argparse.Namespace) -> dict[str, str]:
         raise ClusterError(f"SCRIPT: {problem}")
     ours = _words("ARGS", options.args)
     own = _words("SCRIPT_ARGS", options.script_args)
+    # The name must pass `check_run`, and a script's name may contain spaces.
     run = re.sub(r"[^A-Za-z0-9_.-]+", "-", file.stem)
     return {
         "COMMAND": shlex.join(["launch", *ours, f"{AT}/{file.name}", *own]),

@@ -131,6 +131,7 @@ class Backward:
         self._unused -= used
         self._optimized |= used
         self._has_stepped = True
+        # If it stayed, the next step would take it for a GradScaler's.
         if getattr(optimizer, "found_inf", None) is self._found and self._found is not None:
             del optimizer.found_inf  # type: ignore[attr-defined]
 
@@ -141,6 +142,7 @@ class Backward:
         self._found = None
         self._slots = proposal_slots(stop, decisions).to(self._group.device, non_blocking=True)
         self._so_far = torch.zeros((), device=self._group.device)
+        # A forward pass updates running statistics, and a skipped step must not change them.
         if self._policy == "skip":
             self._buffers.keep()
 
@@ -149,6 +151,8 @@ class Backward:
 
         Raises ConfigError for gradients left from an earlier step.
         """
+        # A look copies gradients and waits for the GPU. A missing optimizer.step() shows in the second step
+        # already.
         looks = self._steps < LOOKS_AT and not self._is_in_parts
         before = self._first_gradients() if looks else []
         self._is_in_parts = not is_last
@@ -171,10 +175,10 @@ class Backward:
         self._clock.enter("optimizer")
         self._look_for_a_missing_step(before)
         if not is_last:
-            # No wrapped model took part in this pass, for example in a single process: use one small
-            # all-reduce.
             return
         arrived = next((means for each in replicas if (means := each.arrived()) is not None), None)
+        # If no wrapped model took part in this pass, for example in a single process, use one small
+        # all-reduce.
         self._take(self._group.mean(numbers) if arrived is None else arrived)
 
     def _packed(self) -> Tensor:
@@ -191,6 +195,7 @@ class Backward:
         exchanged = torch.cat([means, found.reshape(1)])
         self._refuse(exchanged)
         if self._exchanged is not None:  # by an earlier backward pass of this step, whose loss is reported
+            # A flag from either pass counts.
             loss = self._exchanged[LOSS]
             exchanged = torch.maximum(self._exchanged, exchanged)
             exchanged[LOSS] = loss
@@ -236,6 +241,7 @@ class Backward:
     def _first_broken(self, exchanged: Tensor) -> str:
         if exchanged[LOSS_NOT_FINITE] > 0:
             return "the loss"
+        # A backward pass begins at the last layer, so the last parameters got their gradients first.
         named = [pair for model in self.models for pair in reversed([*model.named_parameters()])]
         broken = (n for n, p in named if p.grad is not None and not bool(torch.isfinite(p.grad).all()))
         return f"the gradient of {next(broken, 'a parameter')}"

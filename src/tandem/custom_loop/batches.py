@@ -35,16 +35,19 @@ class Batches(Iterator[Any]):
     def __next__(self) -> Any:
         course = self.course
         planned = self.course.timetable.steps_planned
+        # The script has finished with a batch when it asks for the next one.
         if self.is_open:
             self.is_open = False
             if self._end_step():
                 self._end(finished=False)
                 raise SystemExit(STOPPED)
         if course.step >= planned or self.backward.ends:
+            # An iterator can be asked again after its end, but a run ends once.
             if not self.is_over:
                 self._end(finished=True)
             raise StopIteration
         course.clock.begin_step()
+        # The reader makes no micro-batches here (see `Engine._reader`).
         (batch,) = next(self.data)
         course.clock.enter("transfer")
         seed_micro_step(self.seed, course.step, 0, course.world.rank)

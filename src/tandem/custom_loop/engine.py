@@ -61,6 +61,7 @@ class Engine:
         self.backward = Backward(self.world, self._strategy, self.clock, policy)
         self.parts = MicroBatches(self.settings.run.seed, self.world.rank, self.backward)
         self._batches: Batches | None = None
+        # The script builds its model next, and all ranks need the same initial weights.
         seed_model(self.settings.run.seed)
 
     @property
@@ -202,6 +203,7 @@ class Engine:
             nonfinite=Policy(
                 settings.optimization.on_nonfinite, lambda: backward.is_scaled, recorder, backward.culprit
             ),
+            # The script evaluates in its own way, so these two do nothing.
             evaluate=dict,
             ends=lambda step, scores: False,
             check_replicas=partial(check_replicas, world, self._strategy, together, recorder),
@@ -228,6 +230,7 @@ class Engine:
         if course.step == session.beginning.step and finished and not self._is_unsaved:
             return  # it was already complete
         session.code = FINISHED if finished else STOPPED
+        # Leaving the block waits for the save that is being written.
         with saver:
             pass
         # Ended early, between two saves.

@@ -187,6 +187,7 @@ class KeptState:
             name: _part(saved.get("model", {}), "" if len(modules) == 1 else f"{name}.") for name in modules
         }
         for name, module in modules.items():
+            # A forward pass may have created or reshaped buffers, and the shapes are compared next.
             adopt_buffers(module, parts[name])
         check_shapes(self.weights(), saved.get("model", {}))
         for part in (TENSOR, OBJECT, NUMBER):
@@ -213,12 +214,14 @@ class KeptState:
             setattr(self._kept, name, saved)
         elif kind == TENSOR:
             if not isinstance(saved, Tensor):
+                # The value may have been an array or a number when it was saved.
                 saved = torch.from_numpy(saved) if isinstance(saved, np.ndarray) else torch.as_tensor(saved)
             check_shapes({name: value}, {name: saved})
             put(value, saved)
         else:
             try:
                 restore(value, saved)
+            # Any class may have written the load_state_dict that is called here.
             except (ValueError, KeyError, RuntimeError) as error:
                 raise ConfigError(
                     f"the checkpoint's {name} does not match ({error}); use another --run-dir, "

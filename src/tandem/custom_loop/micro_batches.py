@@ -45,6 +45,8 @@ class MicroBatches:
                 seed_micro_step(self._seed, step, number, self._rank)
                 yield part
         finally:
+            # The script may leave its loop over the parts early, and its next backward pass is for a whole
+            # batch.
             self._part_of_batch = 1.0
             self.is_last = True
             self._backward.exchange_with_next(True)

@@ -17,6 +17,7 @@ from tandem.errors import ConfigError
 
 log = logging.getLogger("tandem.run")
 
+# "<" is for frames such as <frozen runpy> and <string>.
 INSTALLED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 """Prefixes of file names that do not belong to the script."""
 WATCHED_STEPS = 2
@@ -39,6 +40,7 @@ class PlainBackward:
     def watch(self, model: nn.Module) -> None:
         """Watch the parameters of one more wrapped model."""
         for parameter in model.parameters():
+            # Only leaves accumulate gradients, and torch refuses the hook for other tensors.
             if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._handles:
                 hook = self._accumulated
                 self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -49,6 +51,7 @@ class PlainBackward:
             self._plain.discard(id(parameter))
             return
         self._is_used = True
+        # The first parameter of the pass shows the line; a walk through the frames for each would take time.
         if not self._plain:
             self._place = _place_in_script()
         self._plain.add(id(parameter))
@@ -79,6 +82,8 @@ class PlainBackward:
                 step + 1,
             )
         self._is_used = False
+        # Hooks slow down each backward pass, and a parameter that run.backward has reached is in the right
+        # loop.
         if steps >= WATCHED_STEPS:
             for each in self._reached & self._handles.keys():
                 self._handles.pop(each).remove()

@@ -30,6 +30,7 @@ def kind_of(value: object) -> str | None:
         return TENSOR
     if isinstance(value, bool | int | float):
         return NUMBER
+    # Subclasses do not count: random.SystemRandom, for example, has no state.
     if type(value) in _GENERATORS or _has_state(value):
         return OBJECT
     return None
@@ -98,6 +99,7 @@ def tensor_in(value: Any) -> Tensor:
 def put(value: Any, saved: Tensor) -> None:
     """Copy `saved` into a kept tensor or array, in place."""
     if isinstance(value, Tensor):
+        # torch refuses to change a leaf that requires gradients in place while it records them.
         with torch.no_grad():
             value.copy_(saved)
     else:

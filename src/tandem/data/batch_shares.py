@@ -26,9 +26,11 @@ def apportion(total: int, weights: Sequence[float], at_least: int = 1) -> tuple[
         low = [i for i in free if ideal[i] < at_least]
         if not low:
             break
+        # This removes at least one share in each round, so the loop ends.
         free = [i for i in free if i not in low]
     for i in free:
         sizes[i] = int(ideal[i])
+    # sorted() keeps the order of equals, so the first of them get more.
     for i in sorted(free, key=lambda i: sizes[i] - ideal[i])[: total - sum(sizes)]:
         sizes[i] += 1
     return tuple(sizes)

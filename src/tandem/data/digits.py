@@ -75,6 +75,7 @@ def draw(count: int, seed: int) -> tuple[Tensor, Tensor]:
     glyphs = _glyphs()
     images = torch.empty(count, SIDE, SIDE, dtype=torch.uint8)
     labels = torch.empty(count, dtype=torch.uint8)
+    # Other chunks would change the images, because the numbers for a chunk are drawn together.
     for start in range(0, count, _CHUNK):
         stop = min(start + _CHUNK, count)
         labels[start:stop] = torch.randint(10, (stop - start,), generator=generator, dtype=torch.uint8)
@@ -83,8 +84,10 @@ def draw(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def _draw_into(folder: Path) -> None:
+    # rename() works only inside a file system, so this is next to the target.
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
+        # mkdtemp allows only its owner, and other users may share the data directory.
         partial.chmod(0o755)
         for seed, count, names in (
             (0, TRAIN_SAMPLES, (idx.NAMES.train_images, idx.NAMES.train_labels)),
@@ -178,6 +181,7 @@ def _pictures(glyphs: Tensor, labels: Tensor, generator: torch.Generator) -> Ten
     xy = (scale_x * sine + shear * cosine) // _ONE
     yx = -scale_y * sine // _ONE
     yy = scale_y * cosine // _ONE
+    # The products have 12 bits of fraction (_ONE) and count half pixels, hence 13.
     x = ((column * xx + row * xy) >> 13) + (_GLYPH_SIDE // 2 + uniform(-10, 10))
     y = ((column * yx + row * yy) >> 13) + (_GLYPH_SIDE // 2 + uniform(-10, 10))
     place = style * _GLYPH_SIDE + y.clamp_(0, _GLYPH_SIDE - 1)

@@ -88,6 +88,7 @@ def _of_list(dataset: Any, name: str, place: int) -> list[Any]:
         return []
     item = listed[place]
     if isinstance(item, tuple) and item and isinstance(item[0], str | PurePath):
+        # The data may be mounted elsewhere now; the directory of a class and the file's name stay the same.
         return ["/".join(PurePath(item[0]).parts[-2:])]
     return [_number(item)]
 
@@ -96,6 +97,7 @@ def _number(value: Any) -> Any:
     """Convert a tensor to one number; keep numbers and text; return "" for everything else."""
     if isinstance(value, Tensor):
         some = value.detach().reshape(-1)[:ELEMENTS]
+        # Normalized data has a mean near zero, which a relative tolerance could not compare.
         value = float(some.abs().double().mean()) if some.numel() else 0.0
     if isinstance(value, str):
         return value[:80]

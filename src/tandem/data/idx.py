@@ -99,6 +99,8 @@ def _content(path: Path) -> bytearray | mmap.mmap:
         if path.suffix == ".gz":
             return bytearray(gzip.decompress(path.read_bytes()))
         with path.open("rb") as file:
+            # mmap refuses an empty file. The mapping is private and writable, since torch warns about
+            # read-only memory.
             size = os.fstat(file.fileno()).st_size
             return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else bytearray()
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:

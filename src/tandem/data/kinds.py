@@ -31,6 +31,7 @@ def training_data(
     if not stream or hasattr(dataset, "__len__"):
         n = len(dataset)
     elif planned is not None:
+        # Without a length, the whole run is one epoch.
         n = planned * batch_size
     else:
         raise ConfigError("the training set is a stream without __len__; set --steps")

@@ -29,6 +29,7 @@ class MappedData:
             collate=reader.collate,
             device=reader.device,
         )
+        # One iterator serves all steps, so loader processes prepare batches of later steps, too.
         return (list(islice(batches, cut.micro_steps(step))) for step in range(start, stop))
 
     def state(self) -> Mapping[str, Any]:

@@ -29,6 +29,7 @@ class WeightedOrder(GlobalOrder):
         generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
         # torch.multinomial is limited to 2**24 categories.
         points = torch.rand(self.n, generator=generator, dtype=torch.float64) * self._borders[-1]
+        # With right=True, a sample of weight 0 is never drawn. Rounding can put a point on the last border.
         return torch.searchsorted(self._borders, points, right=True).clamp_(max=self.n - 1)
 
 
@@ -44,6 +45,7 @@ class BucketedOrder(GlobalOrder):
         self._lengths = lengths
 
     def _drawn(self, epoch: int) -> Tensor:
+        # The remainder is dropped before the samples are sorted; otherwise it would be the longest ones.
         shuffled = super()._drawn(epoch)[: self.steps_per_epoch * self.batch_size]
         pools = torch.split(shuffled, POOL_BATCHES * self.batch_size)
         ordered = torch.cat([pool[self._lengths[pool].argsort(stable=True)] for pool in pools])

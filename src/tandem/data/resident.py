@@ -13,6 +13,7 @@ from tandem.data.datasets import TensorImages, TensorRows
 
 MOST_BYTES = 256 * 2**20
 """Limit per dataset: little for any GPU, and enough for MNIST and CIFAR as stored in their files."""
+# The tensors on the GPU are freed with the dataset.
 _made: "WeakKeyDictionary[Any, dict[torch.device, Any]]" = WeakKeyDictionary()
 
 
@@ -46,6 +47,7 @@ def _is_small(dataset: Any) -> bool:
 
 
 def _tensors_of(dataset: Any) -> tuple[Tensor, ...]:
+    # A subclass may compute something else from its tensors, so isinstance() is too weak here.
     if type(dataset) is TensorDataset:
         return dataset.tensors
     if type(dataset) is TensorRows:

@@ -32,6 +32,7 @@ def derive_seed(*parts: int, start: int = 0) -> int:
     """
     state = start
     for part in parts:
+        # A part of 0 would mix in nothing without the + 1.
         state ^= (part + 1) * _GOLDEN & _MASK
         state = (state ^ state >> 30) * _FIRST & _MASK
         state = (state ^ state >> 27) * _SECOND & _MASK
@@ -76,6 +77,7 @@ class HostGenerator(NamedTuple):
 
 TORCH = HostGenerator(torch.default_generator.manual_seed, lambda: int(torch.randint(2**62, ())))
 PYTHON = HostGenerator(random.seed, lambda: random.getrandbits(62))
+# NumPy's global generator takes a seed of 32 bits.
 NUMPY = HostGenerator(lambda seed: mtrand.seed(seed & 0xFFFFFFFF), mtrand.random_sample)
 
 
@@ -110,6 +112,7 @@ def kept_generators() -> Iterator[None]:
 
 
 def _signed(value: int) -> int:
+    # torch computes with int64, which wraps around to the same bits as an unsigned integer.
     return value - 2**64 if value >= 2**63 else value
 
 

@@ -22,6 +22,7 @@ class ShardedOrder(GlobalOrder):
     """Steps of an epoch if each rank has its own `sizes` samples and uses an equal share in each step."""
 
     def __init__(self, sizes: Sequence[int], batch_size: int, seed: int) -> None:
+        # GlobalOrder refuses fewer samples than a batch. Here the longest part decides the number of steps.
         super().__init__(max(sum(sizes), batch_size), batch_size, seed)
         if not any(sizes):
             raise ConfigError("of_rank() of the training set returns no samples for any rank")
@@ -66,6 +67,7 @@ class ShardedData:
         self._dataset = dataset
         self._reader = reader
         mine = self._part()
+        # A part without a length is read once to count it.
         size = len(mine) if hasattr(mine, "__len__") else sum(1 for _ in mine)
         self.sharded = ShardedOrder(reader.gather(size), reader.config.batch_size, reader.seed)
         self.order: GlobalOrder = self.sharded
@@ -82,6 +84,8 @@ class ShardedData:
                 if step == start or position == 0:
                     self._open(epoch, position * order.share)
                 count = order.of_rank(step, reader.rank)
+                # Each rank makes the same number of micro-batches, so that collectives match. Some may be
+                # empty.
                 sizes = [count // parts + (part < count % parts) for part in range(parts)]
                 batches = [self._batch(step, part, size) for part, size in enumerate(sizes)]
             yield [None if batch is None else moved(batch, reader.device) for batch in batches]
@@ -108,6 +112,7 @@ class ShardedData:
             self._dataset.set_epoch(epoch)
         seed_host_generators(derive_seed(self._reader.seed, epoch, self._reader.rank))
         self._samples = iter(self._part())
+        # The interface has no way to skip samples without reading them.
         for _ in islice(self._samples, place):
             pass
 

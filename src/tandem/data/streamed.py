@@ -47,6 +47,7 @@ class StreamedData:
                     self._open(epoch, places.start)
                 samples = [self._next(epoch, place) for place in places]
                 batches = self._share(step, places, samples, cut.places, cut.micro_sizes(step))
+            # The block above has ended: the step that runs now must find the generators as they were.
             yield [moved(batch, self._reader.device) for batch in batches]
 
     def state(self) -> Mapping[str, Any]:
@@ -58,6 +59,7 @@ class StreamedData:
 
     def _open(self, epoch: int, place: int) -> None:
         """Start `epoch` at sample number `place`."""
+        # A saved state belongs to the middle of its epoch. The next epoch begins without it.
         saved = self._saved if place else {}
         self._saved = {}
         if hasattr(self._dataset, "set_epoch"):

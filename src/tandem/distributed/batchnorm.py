@@ -37,6 +37,7 @@ class SynchronisedBatchNorm(nn.BatchNorm1d):
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
         if not self.training:
+            # Without running statistics (track_running_stats=False), torch evaluates with those of the batch.
             uses_batch = self.running_mean is None
             return functional.batch_norm(
                 input, self.running_mean, self.running_var, self.weight, self.bias, uses_batch, 0.0, self.eps
@@ -53,6 +54,7 @@ class SynchronisedBatchNorm(nn.BatchNorm1d):
         assert self.num_batches_tracked is not None
         assert self.running_mean is not None and self.running_var is not None
         self.num_batches_tracked.add_(1)
+        # In torch, momentum=None means a cumulative average.
         share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         unbiased = variance * (count / (count - 1))
         for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
@@ -99,13 +101,17 @@ class _Normalise(torch.autograd.Function):
                 t.double() for t in torch.var_mean(values, _all_but_channels(values), correction=0)
             )
             sums = torch.cat([mean * here, (variance + mean * mean) * here, sums.new_tensor([here])])
+        # A rank without samples takes part too, or the others would wait for it.
         dist.all_reduce(sums)
         count = float(sums[-1])
+        # The count is a sum over ranks, so all of them raise here or none does. The unbiased variance would
+        # divide by zero.
         if count < 2:
             raise ValueError(
                 f"expected more than 1 value per channel when training, got {tuple(input.shape)}"
             )
         mean = sums[:channels] / count
+        # Rounding can make the difference slightly negative.
         variance = (sums[channels:-1] / count - mean * mean).clamp_(min=0.0)
         mean = mean.to(values.dtype)
         variance = variance.to(values.dtype)
@@ -113,6 +119,7 @@ class _Normalise(torch.autograd.Function):
         ctx.count = count
         ctx.mark_non_differentiable(mean, variance)
         weight, bias = (each if each is None else each.to(values.dtype) for each in (weight, bias))
+        # Training mode would use the statistics of this rank's share instead of these.
         normalised = functional.batch_norm(values, mean, variance, weight, bias, False, 0.0, eps)
         return normalised.to(input.dtype), mean, variance, count
 
@@ -134,6 +141,7 @@ class _Normalise(torch.autograd.Function):
         of_bias = gradient.sum(dims)
         of_weight = (gradient * centred).sum(dims)
         of_input = None
+        # The ranks have the same layers, so either all of them skip this all-reduce or none does.
         if ctx.needs_input_grad[0]:
             sums = torch.cat([of_bias, of_weight]).double()
             dist.all_reduce(sums)

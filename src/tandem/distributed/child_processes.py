@@ -36,9 +36,11 @@ def killed_helper(error: BaseException) -> tuple[str, int] | None:
 
 def _end_of_news() -> RuntimeError | None:
     """Remove torch's SIGCHLD handler; return the error that it raised just before."""
+    # The handler may raise before it is removed, even here, so the removal is tried again.
     told = None
     while True:
         try:
+            # Python sets and runs signal handlers only in the main thread.
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             return told
@@ -62,10 +64,12 @@ def _told_by(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, subprocess.CalledProcessError) and error.returncode < 0:
         return _known(f"the command {error.cmd!r} started by this rank", -error.returncode)
     code = getattr(error, "exit_code", None)  # of torch.multiprocessing.spawn
+    # Its name is compared, so that this module does not import torch.
     if type(error).__name__ == "ProcessExitedException" and isinstance(code, int) and code < 0:
         pid = getattr(error, "error_pid", "?")
         return _known(f"process {pid} started by this rank", -code)
     if isinstance(error, RuntimeError) and (found := LOADER.search(str(error))):
+        # torch's message has only strsignal()'s text. An unknown text counts as a kill.
         numbers = {signal.strsignal(number): int(number) for number in signal.valid_signals()}
         return _known(f"loader process {found[1]} of this rank", numbers.get(found[2], signal.SIGKILL))
     if isinstance(error, RuntimeError) and (found := LOADERS.search(str(error))):
@@ -108,7 +112,9 @@ def _first_killed(who: str, pids: list[int] | None) -> tuple[str, int] | None:
 
 
 def _killed_now(who: str, pids: list[int] | None) -> tuple[str, int] | None:
+    # active_children() leaves out the processes that have ended.
     for child in list(cast(Any, multiprocessing.process)._dangling):
+        # A forked process inherits the set, with its parent's children.
         if getattr(child, "_parent_pid", None) != os.getpid():
             continue
         try:

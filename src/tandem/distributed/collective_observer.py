@@ -26,7 +26,9 @@ class CollectiveObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        # c10d's operators have names such as allgather_ and _allgather_base_.
         name = func.name().partition("::")[2].partition(".")[0]
+        # wait_tensor starts nothing: it waits for a collective that has been seen already.
         if func.namespace in NAMESPACES and not name.startswith("wait"):
             tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
             alike = any(word in name for word in SAME_SHAPES)

@@ -38,6 +38,7 @@ def limited(store: Any, position: Position, kind: str, seconds: float) -> Iterat
     def end() -> None:
         if not over.wait(seconds):
             log.error("%s", complaint(position, kind, seconds, states(position)))
+            # An exception would end only this thread, and the main thread may be blocked in C.
             os._exit(PEER_LOST)
 
     store.set(_key(position.rank), CONNECTS)
@@ -46,6 +47,7 @@ def limited(store: Any, position: Position, kind: str, seconds: float) -> Iterat
         yield
     finally:
         over.set()
+    # This is not in `finally`, because a rank that failed has not connected.
     store.set(_key(position.rank), CONNECTED)
 
 
@@ -66,6 +68,7 @@ def states(position: Position) -> list[tuple[str, str]]:
         store = open_store(replace(position, rank=position.rank or 1), timedelta(seconds=LEAVE_SECONDS))
         keys = [key for rank in others for key in (f"connecting/name/{rank}", _key(rank))]
         found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+    # The store may be gone with rank 0. The message helps without the names, too.
     except (RuntimeError, OSError, ValueError):
         return []
     words = [word.decode() for word in found]
@@ -79,6 +82,7 @@ def complaint(position: Position, kind: str, seconds: float, others: list[tuple[
     interface = os.environ.get(variable)
     said = f"{library} has not connected the {position.world_size} ranks within {seconds:g} s"
     here = f"{_name(position)} waits"
+    # Ranks that have not begun come first, because the others may be waiting for them.
     for state in (COMES, CONNECTS):
         names = [name for name, each in others if each == state]
         if names:

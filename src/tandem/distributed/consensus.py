@@ -56,7 +56,9 @@ class ConsensusReader:
         """Return the consensus of `step` (CPU) or of the previous step (GPU; None for the first)."""
         if self._group.device.type != "cuda":
             return self._decode(step, exchanged.tolist())
+        # The previous copy has had a whole step's time, so this hardly waits.
         before = self.drain()
+        # A copy into memory that is not pinned would block the host until the GPU gets here.
         copy = torch.empty(len(exchanged), pin_memory=True)
         copy.copy_(exchanged, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -77,9 +79,12 @@ class ConsensusReader:
         totals = [value * self._group.size for value in mean[SLOTS:GRADIENTS_NOT_FINITE]]
         return Consensus(
             step=step,
+            # `pack` replaced a loss that is not finite by zero, so the mean would be wrong.
             loss=math.nan if mean[LOSS_NOT_FINITE] > 0 else mean[LOSS],
+            # A flag of a single rank makes the mean positive.
             stop=mean[STOP] > 0,
             left_out=mean[LOSS_NOT_FINITE] + mean[GRADIENTS_NOT_FINITE] > 0,
+            # Only rank 0 has bits here. The rounding removes the error of the division.
             decisions=round(mean[DECISIONS] * self._group.size),
             sums=dict(zip(self._names, zip(totals[::2], totals[1::2], strict=True), strict=True)),
         )

@@ -40,6 +40,7 @@ def choose_devices(
     count = torch.cuda.device_count()
     why = why_no_gpu(DRIVER_FILE) if count == 0 else ""
     if wanted == "auto" and count == 0 and not had_gpu:
+        # All ranks of a node see the same GPUs, so one line is enough.
         if why and local_rank == 0:
             log.warning("training on the CPU, because torch cannot use the GPU here: %s", why)
         return (torch.device("cpu"),) * each
@@ -148,6 +149,7 @@ def compute_deterministically() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    # A benchmark may choose another algorithm in each process, and other algorithms compute other bits.
     torch.backends.cudnn.benchmark = False
 
 
@@ -168,10 +170,12 @@ def open_gpus(compute: ComputeConfig, local_rank: int) -> None:
     if compute.device == "cpu" or not torch.cuda.device_count():
         return
     devices = choose_devices(compute.device, local_rank, compute.devices_per_rank)
+    # cuBLAS reads its setting when it starts, so this comes before the first product.
     if compute.deterministic:
         compute_deterministically()
     torch.cuda.set_device(devices[0])  # otherwise there would also be a context on the first GPU
     for device in devices:
+        # A product of any size makes cuBLAS create its handle and workspace.
         torch.mm(*(torch.ones(8, 8, device=device) for _ in range(2)))
         torch.cuda.synchronize(device)
 
@@ -186,6 +190,7 @@ def set_threads(wanted: Literal["auto"] | int, position: Position) -> int:
 def cores_of(position: Position) -> int:
     """Return the cores available to this rank: its share of those that the host's processes may use."""
     cores = min(len(os.sched_getaffinity(0)), quota_of(Path("/")))
+    # Simulated nodes share a host, so the ranks of all of them count.
     return max(1, cores // position.ranks_on_host)
 
 
@@ -203,8 +208,11 @@ def quota_of(root: Path) -> int:
                 quota, period = (
                     (folder / f"cpu.cfs_{each}_us").read_text().strip() for each in ("quota", "period")
                 )
+            # "max" (version 2) and -1 (version 1) mean that there is no limit. The limit of a parent applies
+            # as well, so the lowest one counts.
             if quota not in ("max", "-1"):
                 most = min(most, int(quota) / int(period))
+    # The value is rounded down: once a quota is used up, the kernel stops all threads of the group.
     return max(1, int(most))
 
 

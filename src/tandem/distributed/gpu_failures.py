@@ -46,6 +46,7 @@ REFUSES = re.compile(
 
 def is_of_cuda(error: BaseException) -> bool:
     """Return True if `error` is from CUDA itself, whether a GPU failure or an invalid request."""
+    # Older versions of torch have no AcceleratorError and raise a RuntimeError.
     kinds = getattr(torch, "AcceleratorError", torch.OutOfMemoryError), torch.OutOfMemoryError
     return isinstance(error, kinds) or (
         isinstance(error, RuntimeError) and bool(REFUSES.match(text_of(error)))

@@ -26,6 +26,7 @@ from tandem.telemetry.stragglers import Gathering
 from tandem.torch_private import is_batchnorm
 
 T = TypeVar("T")
+# Data passes through the device in pieces of this size: a whole state may not fit there next to the model.
 BROADCAST_CHUNK_BYTES = 64 * 2**20
 TAKEN = re.compile("EADDRINUSE|[Aa]ddress already in use")
 MOST_CHARACTERS = 2000
@@ -98,6 +99,8 @@ class ProcessGroup:
                     dist.all_reduce(torch.zeros(1, device=device))
                     torch.cuda.synchronize(device)
         except (RuntimeError, ValueError, OSError) as error:
+            # A new process may recover the GPU. The caller exits with another code for that, so the error
+            # stays as it is.
             if is_gpu_failure(error):
                 raise
             raise _why_not_open(error, position) from error
@@ -135,6 +138,7 @@ class ProcessGroup:
         """Return the element-wise mean over ranks of a tensor on the device, without waiting for it."""
         if self.size == 1:
             return values
+        # all_reduce works in place, and the caller keeps its values.
         total = values.clone()
         dist.all_reduce(total)
         return total / self.size
@@ -304,6 +308,7 @@ def _bind(device: torch.device, devices: Sequence[torch.device]) -> dict[str, An
     """
     if device.type != "cuda":
         return {"backend": "gloo"}
+    # A user's code without an explicit device then uses this GPU, too.
     torch.cuda.set_device(device)
     os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")  # read when the first group opens
     return {"backend": "nccl"} if len(devices) > 1 else {"backend": "nccl", "device_id": device}

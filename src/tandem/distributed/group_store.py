@@ -113,6 +113,7 @@ def open_store(position: Position, timeout: timedelta) -> Any:
     if position.init.startswith("file:"):
         check_fresh(Path(position.init.removeprefix("file://")), time.time())
         store = next(rendezvous(position.init, position.rank, position.world_size, timeout=timeout))[0]
+        # torch's handler for files ignores the timeout that it gets.
         store.set_timeout(timeout)
         return store
     if position.master is None:
@@ -125,6 +126,7 @@ def open_store(position: Position, timeout: timedelta) -> Any:
     patience = timedelta(seconds=position.patience)
     own: Any
     if is_first:
+        # torch's own wait would not say who is missing, so `wait_for_all` waits instead.
         own = TCPStore(
             host, port, is_master=True, timeout=patience, wait_for_workers=False, **listening_at(here)
         )
@@ -145,6 +147,7 @@ def wait_for_all(store: Any, position: Position) -> None:
     size = position.world_size
     began = time.monotonic()
     speaks_at = began + WAITING_WORD_SECONDS
+    # The key comes before the count: when the count is full, no key is missing.
     store.set(f"here/{position.rank}", "")
     count = store.add("here", 1)
     # Poll, because a blocking wait could not report who is missing.
@@ -171,6 +174,7 @@ def wait_for_all(store: Any, position: Position) -> None:
 
 def check_fresh(path: Path, now: float) -> None:
     """Raise ConfigError for a rendezvous file of an earlier run, which has the addresses of its ranks."""
+    # A missing file is the usual case.
     with contextlib.suppress(OSError):
         # A new file is written by the ranks of this start, so only its age distinguishes an old one.
         age = now - path.stat().st_mtime
@@ -187,6 +191,7 @@ def forget_dump_signal(store: Any) -> None:
     NCCL's watchdogs check it in every later generation: each would dump its record and abort its rank. Rank 0
     calls this before the others can open their group, when all ranks of earlier generations are dead.
     """
+    # NCCL's watchdog ignores the prefixes of groups. See docs/architecture.md#how-ranks-connect.
     store = without_prefixes(store)
     if isinstance(store, TCPStore):
         store.delete_key(DUMP_SIGNAL)
@@ -195,7 +200,9 @@ def forget_dump_signal(store: Any) -> None:
 def check_same_kind(store: Any, position: Position, kind: str) -> None:
     """Wait for all ranks; raise ConfigError on each if some have a GPU and others have none."""
     here = f"rank {position.rank} on node {position.node_rank} ({position.node_name})"
+    # Only the first rank of each kind is set, for the message.
     store.compare_set(f"kind/{kind}", "", here)
+    # The last rank releases the others, which wait in a single request instead of polling.
     if store.add("kind/arrived", 1) >= position.world_size:
         store.set("kind/all", "1")
     store.wait(["kind/all"])

@@ -27,8 +27,11 @@ def bind_to_node(devices: Iterable[torch.device], root: Path = Path("/")) -> Non
         log.warning("--numa-binding node has no effect: %s", why)
         return
     os.sched_setaffinity(0, there)
+    # sched_setaffinity() binds a single thread. Later threads inherit that, but torch and CUDA have started
+    # some already.
     for thread in os.listdir("/proc/self/task"):
         with suppress(OSError):  # the thread has just ended
+            # A thread that a library has bound to other CPUs keeps them.
             if os.sched_getaffinity(int(thread)) == before:
                 os.sched_setaffinity(int(thread), there)
     log.info("bound to %d of %d CPUs, those of the GPU's NUMA node", len(there), len(before))

@@ -74,6 +74,7 @@ class Position:
 
     def note_gpu(self) -> None:
         """Record that this rank trains on a GPU, so that later generations expect it."""
+        # Without the note, a later generation only reports a lost GPU as a wrong setting.
         with suppress(OSError):
             if self._gpu_note is not None:
                 self._gpu_note.touch()

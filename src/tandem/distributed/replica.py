@@ -29,6 +29,7 @@ class PiggybackedValues:
     numbers: Tensor
 
 
+# DDP's search for tensors also looks into dataclasses.
 @dataclass
 class _Used:
     """An output in which DDP finds the tensor, but to which it gives no gradient.
@@ -52,6 +53,7 @@ class _Carrying(nn.Module):
         self._passenger = passenger
         self.carrier = nn.Parameter(torch.zeros_like(passenger.numbers))
         self.is_settling = self.is_due = self.has_taken = False
+        # DDP reads this attribute of the module that it wraps, where the model's names have a prefix.
         ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
         self._ddp_params_and_buffers_to_ignore = [f"model.{name}" for name in ignored]
         named = model.named_parameters()
@@ -66,6 +68,7 @@ class _Carrying(nn.Module):
         if self.is_settling:
             zeros = [_zero_through(p, sparse) for p, sparse in self._with_kinds()]
             return (torch.stack([zero.to(self.carrier.device) for zero in zeros]).sum(),)
+        # A forward pass without gradients is followed by no backward pass.
         self.is_due = torch.is_grad_enabled()
         return self.model(*inputs, **named), _Used(self.carrier.view_as(self.carrier))
 
@@ -73,8 +76,11 @@ class _Carrying(nn.Module):
         """Add the values in a backward pass: once, then zeros, however often the model was called."""
         if self.is_due:
             self.is_due = False
+            # Gradients of several passes add up, so only one of them may have the values.
             numbers = torch.zeros_like(self.carrier) if self.has_taken else self._passenger.numbers.clone()
             self.has_taken = True
+            # DDP's hooks run when the autograd engine accumulates a gradient. An assignment would not trigger
+            # them.
             self.carrier.backward(numbers)  # type: ignore[no-untyped-call]
 
     def _with_kinds(self) -> Iterator[tuple[nn.Parameter, bool]]:
@@ -90,6 +96,7 @@ def _zero_through(parameter: nn.Parameter, sparse: bool) -> Tensor:
         row = torch.zeros(1, dtype=torch.long, device=parameter.device)
         values = nn.functional.embedding(row, parameter, sparse=True)
     else:
+        # A backward pass starts from a real number.
         values = torch.view_as_real(parameter) if parameter.is_complex() else parameter
     return values.sum().float() * 0
 
@@ -130,6 +137,7 @@ class Replica(DistributedDataParallel):
         self.module.is_settling = True
         self().backward()
         self.module.is_settling = False
+        # Optimizers skip None, but treat zeros as a gradient (weight decay, momentum).
         for parameter in self.module.parameters():
             parameter.grad = None
 
@@ -159,6 +167,7 @@ class Replica(DistributedDataParallel):
         """Exchange gradients in the next backward pass (`is_last`), or accumulate them on this rank only."""
         self.require_backward_grad_sync = is_last
 
+    # The model's own names and parameters: optimizers and checkpoints must not see the carrier.
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         return self.model.parameters(recurse)
 

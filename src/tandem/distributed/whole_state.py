@@ -24,6 +24,7 @@ def broadcast_state(
     shape; others into new host memory. No rank needs memory for two states.
     """
     skeleton, tensors = flatten(state or {})
+    # torch.save writes the containers and empty tensors, so this part is small.
     bare = serialize(unflatten(skeleton, [NO_ELEMENT] * len(tensors))) if world.is_first else None
     skeleton, _ = flatten(deserialize(world.broadcast_bytes(bare)))
     told = world.broadcast_json(
@@ -39,6 +40,7 @@ def broadcast_state(
 
 
 def _memory(home: Tensor | None, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    # The bytes are received through a flat view, which exists only for contiguous memory.
     if has_form(home, dtype, shape) and home.is_contiguous():
         return home
     return torch.empty(shape, dtype=dtype)
@@ -50,5 +52,6 @@ def _broadcast_bytes_of(world: ProcessGroup, tensor: Tensor) -> None:
     for piece in torch.split(raw, BROADCAST_CHUNK_BYTES):
         there = piece.to(world.device)
         dist.broadcast(there, src=0)
+        # On CPUs, to() returns the piece itself, which the broadcast has filled.
         if there is not piece and not world.is_first:
             piece.copy_(there)

@@ -37,6 +37,7 @@ def main(words: Sequence[str]) -> int:
         print(f"tandem k8s: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
+        # 128 + SIGINT, as a shell reports Ctrl-C.
         return 130
 
 

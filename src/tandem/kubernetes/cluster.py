@@ -110,7 +110,9 @@ def _last_line(done: subprocess.CompletedProcess[str]) -> str:
 
 def preflight(target: Target) -> None:
     """Check that there are a cluster, the namespace, and all custom kinds. Raises UsageError."""
+    # The limit is below QUICK_SECONDS, so that kubectl's own reason arrives in time.
     answer = ask(["kubectl", "version", "--output=json", "--request-timeout=10s"])
+    # Without a cluster, kubectl still prints its own version.
     if answer.returncode != 0 or "serverVersion" not in answer.stdout:
         raise UsageError(
             f"no cluster answers ({_last_line(answer)}); choose one with kubectl config use-context NAME, "

@@ -37,6 +37,8 @@ def logs(target: Target) -> int:
                 time.sleep(POLL_SECONDS)
                 continue
             pods = kubectl_json(target, "pods")
+            # Pods are followed before the result is read, so that the logs of a job that has ended are shown,
+            # too.
             _follow(target, pods, followed)
             if end := outcome(found[0], pods):
                 _wait(followed)

@@ -26,5 +26,6 @@ def forward(target: Target, port: int = PORT) -> int:
     try:
         command = target.kubectl("port-forward", f"service/{service}", f"{port}:{PORT}")
         return subprocess.run(command).returncode
+    # Ctrl-C is the usual way to end it.
     except KeyboardInterrupt:
         return 0

@@ -11,6 +11,7 @@ MASTERS = (  # labels of node 0's pod
     {"training.kubeflow.org/replica-type": "master"},
     {"batch.kubernetes.io/job-completion-index": "0"},
 )
+# With this taint, Kubernetes removes the pods and detaches their volumes (non-graceful node shutdown).
 LOST_NODE_TAINT = "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
 
 
@@ -79,12 +80,14 @@ def lives(pod: Mapping[str, Any]) -> list[tuple[str, int]]:
     return [
         (status["name"], int(status.get("restartCount", 0)))
         for status in pod.get("status", {}).get("containerStatuses", [])
+        # A container that waits has no log yet.
         if {"running", "terminated"} & set(status.get("state", {}))
     ]
 
 
 def has_begun(pod: Mapping[str, Any]) -> bool:
     """Return True if a container runs or has run, so that there may be something to save."""
+    # A container that waits for a restart has run before.
     return bool(lives(pod) or any(status.get("lastState") for status in container_statuses(pod)))
 
 
@@ -113,6 +116,7 @@ def _state(state: Mapping[str, Any]) -> str:
         end = state["terminated"]
         said = f"ended with {end['exitCode']}"
         reason = end.get("reason", "")
+        # Completed and Error add nothing to the exit code.
         return f"{said} ({reason})" if reason not in ("", "Completed", "Error") else said
     if "waiting" in state:
         waiting = state["waiting"]
@@ -161,6 +165,7 @@ def event_lines(events: Sequence[Mapping[str, Any]], names: set[str]) -> list[st
     return [
         f"{when(event)}  {event['involvedObject']['name']}  {event.get('reason', '')}: "
         f"{' '.join(str(event.get('message', '')).split())}{_times(event)}"
+        # Times in RFC 3339 and UTC sort as text.
         for event in sorted(own, key=when)
     ]
 

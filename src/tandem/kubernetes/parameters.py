@@ -57,6 +57,7 @@ def substituted(text: str, name: str, nodes: int | None = None, *, has_master: b
     """
     values = {NAME: name}
     if nodes is not None:
+        # The Master of a PyTorchJob is one of the nodes.
         values |= {NODES: str(nodes), WORKERS: str(nodes - has_master)}
     documents = re.split(r"^(?=---$)", text, flags=re.M)
     return "".join(each if _SHARED.search(each) else "".join(_lines(each, values)) for each in documents)

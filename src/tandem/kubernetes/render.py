@@ -72,6 +72,7 @@ def render_parts(kind: str, parts: Sequence[str], image: str = "") -> str:
         folder = Path(name).resolve()
         root = manifests()
         lines = ["apiVersion: kustomize.config.k8s.io/v1beta1", "kind: Kustomization"]
+        # kustomize accepts no absolute paths for directories.
         lines += [f"resources: [{os.path.relpath(root / FOLDERS[kind], folder)}]"]
         lines += ["components:"] if parts else []
         lines += [f"- {os.path.relpath(root / 'components' / part, folder)}" for part in parts]

@@ -50,6 +50,7 @@ def doctor(options: "Namespace", environ: Environment) -> int:
         print_json(found.as_json())
     else:
         print(found.as_text())
+    # A warning is no failure, because such a machine can train.
     return FAILED if found.state == "fail" else FINISHED
 
 
@@ -67,6 +68,7 @@ def health(options: "Namespace | None", environ: Environment) -> int:
         return health_main(environ)
     run_dir = options.run_dir
     if run_dir is not None and "://" in run_dir:  # an import that probes do without
+        # The health file of a remote run is in the run's directory on this machine.
         from tandem.run.directory import RunDir
 
         run_dir = str(RunDir(run_dir).folder)

@@ -19,6 +19,7 @@ def k8s(options: "Namespace", environ: Environment) -> int:
     from tandem.kubernetes import commands
     from tandem.kubernetes.render import KIND
 
+    # The option can be repeated, and each value can be a list.
     parts = tuple(",".join(options.components).split(",")) if options.components else ()
     asked = commands.Asked(
         verb=options.action,
@@ -52,6 +53,7 @@ def k8s_options(parser: "Parser") -> None:
     parser.add_argument("--kind", choices=KINDS, default="", help=f"kind of job; default {KIND}")
     parser.add_argument(
         "--with",
+        # `with` is a keyword of Python, so no attribute can have this name.
         dest="components",
         metavar="A,B",
         action="append",
@@ -64,6 +66,8 @@ def k8s_options(parser: "Parser") -> None:
     text = f"name of the job, of its run and of its objects; default {JOB}"
     parser.add_argument("--name", metavar="NAME", default=JOB, help=text)
     parser.add_argument("--run", dest="name", default=SUPPRESS, help=SUPPRESS)  # its older spelling
+    # The default is only in the text. A value would look as if it had been typed, and most verbs reject the
+    # option.
     parser.option("--nodes", Count, "nodes (pods) of the job for render and apply; default 3")
     parser.option("--purge", bool, "delete also removes the volume with the checkpoints")
     parser.option("--port", Count, "local port for forward", PORT)

@@ -44,11 +44,13 @@ def checkpoints(options: "Namespace", environ: Environment) -> int:
             removed.append({"step": step, "bytes": sizes.get(step, 0)})
             if not options.json:
                 print(f"{done} step {step}, {sizes.get(step, 0):,} bytes")
+    # The same rule applies to `ls`, so it shows what a prune would delete.
     rows = list_checkpoints(store, verify=options.action == "verify", rule=rule)
     if options.json:
         print_json({**as_json(rows, store), "removed": removed, "dry_run": options.dry_run})
     else:
         print(table(rows, store))
+    # prune has done what it was asked for, even if a checkpoint is damaged.
     is_damaged = options.action != "prune" and any(row.verified is False for row in rows)
     return FAILED if is_damaged else FINISHED
 
@@ -61,6 +63,7 @@ def checkpoints_options(parser: "Parser") -> None:
         choices=("ls", "verify", "prune"),
         help="ls: list; verify: check every byte; prune: delete old ones",
     )
+    # Path makes one slash of the two in an address, and `config.address` accepts both spellings.
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory")
     parser.option("--keep", Count, "number of newest checkpoints to keep; default: as set for the run")
     parser.option("--keep-best", BestText, "also keep the best checkpoint by this score")
@@ -79,6 +82,7 @@ def report(options: "Namespace", environ: Environment) -> int:
 
     run_dirs = [options.run_dir, *options.compare]
     output = options.output or RunDir(options.run_dir).folder / layout.REPORT
+    # A report is made to be passed to others, and messages of a run may contain secrets of its environment.
     _warn(write_report(run_dirs, output, secrets_in(environ)))
     print(printable(str(output)))
     return FINISHED
@@ -114,10 +118,12 @@ def page(options: "Namespace", environ: Environment) -> int:
         raise ConfigError(f"--host {options.host} lets other machines read the runs; add --token-file FILE")
     # The page must not show its own token, which is in no variable.
     secrets = [*secrets_in(environ), access.token or ""]
+    # With the flag, a signal ends the loop in serve() and not this process.
     stop = StopFlag().install()
     try:
         server = ReportServer(runs_in(options.run_dirs), options.host, options.port, access, secrets)
     except OSError as error:
+        # The port is in use, or the address belongs to another machine: the user can choose another one.
         raise ConfigError(str(error)) from error
     print(f"{server.url}/ (Ctrl-C ends it)", flush=True)
     _warn(server.problems())
@@ -149,6 +155,7 @@ def track(options: "Namespace", environ: Environment) -> int:
     from tandem.run.directory import RunDir
 
     run = RunDir(options.run_dir)
+    # With --follow, the launch itself writes the run's files here, and those at the address are older.
     if not options.follow:
         if not run.is_here:
             run.make_folder()
@@ -160,12 +167,14 @@ def track(options: "Namespace", environ: Environment) -> int:
         raise ConfigError(f"{options.run_dir} is not a run: {why}; give the run directory")
     name = tracking.chosen(config, options.tracker)
     check(name)
+    # Two senders would send rows twice. With --follow, that of a killed launch may need time to end.
     with tracking.alone(run.folder, wait=options.follow):
         sending = tracking.Sending(run, name, secrets_in(environ))
         if options.follow:
             return FINISHED if tracking.follow_launch(sending, name, config, run) else FAILED
         print(printable(sending.catch_up(), LONGEST_LINE))
         _warn([printable(f"{options.run_dir}: {each}", LONGEST_LINE) for each in sending.files.problems])
+    # The next upload may be from another machine, which needs the position in tracker.json.
     run.push()
     return FINISHED
 
@@ -191,6 +200,7 @@ def runs(options: "Namespace", environ: Environment) -> int:
         for row in clean(found, options.dry_run):
             removed.append({"path": str(row.path), "bytes": row.bytes})
             if not options.json:
+                # The name of a directory may contain control characters for a terminal.
                 print(printable(f"{done} {row.path}: {row.state}, no checkpoint, {row.bytes:,} bytes"))
         found = find_runs(options.folder)
     if options.json:
@@ -275,6 +285,7 @@ def export(options: "Namespace", environ: Environment) -> int:
     from tandem.training.export_model import export_model
 
     def settings(saved: "Saved") -> "Settings":
+        # The manifest names the task, so the settings are known only when the checkpoint has been read.
         found, said = settings_of(saved.directory, saved.info, options.given, environ)
         _warn([said] if said else [])
         return found

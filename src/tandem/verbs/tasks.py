@@ -45,6 +45,7 @@ def verify_resume(options: "Namespace", environ: Environment) -> int:
     from tandem.launch.program import to_verify
     from tandem.signals import StopFlag
 
+    # A mistake in the script's arguments is reported before the settings are read.
     script = to_verify(options.script, options.program, options.given)
     trials = options.trials or checked(Count, "TANDEM_TRIALS", environ.get("TANDEM_TRIALS") or "3")
     settings = _announced(resolve(options.given, environ))
@@ -159,6 +160,7 @@ def demo(options: "Namespace", environ: Environment) -> int:
     from tandem.verify.demo import demo as show
 
     environ = _on_this_host("demo", environ)
+    # In the directory of an earlier demo, the run would be complete already.
     run_dir = options.run_dir or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     return show(run_dir, environ, StopFlag().install(), lambda line: print(line, flush=True))
 

@@ -108,6 +108,7 @@ class Folder:
             os.mkdir(temporary)
             state = write_file(temporary / STATE, payload)
             sealed = write_file(temporary / MANIFEST, manifest({STATE: state.entry()}))
+            # The files' names must be on disk before the directory gets its final name.
             fsync_directory(temporary)
         except BaseException:
             remove_tree(temporary)
@@ -133,6 +134,7 @@ class Folder:
         # The next save must create the directory again and fsync its name.
         if source == self._anchored:
             self._anchored = None
+        # The dict removes a duplicate and keeps the order: after a power loss, two names beat none.
         for parent in {target.parent: None, source.parent: None}:
             fsync_directory(parent)
 

@@ -91,6 +91,7 @@ class FolderNotes:
 
     def _create_exclusively(self, target: Path, content: bytes) -> bool:
         try:
+            # A reader may see a part of this record, which a hard link prevents elsewhere.
             _write_new(target, content)
         except FileExistsError:
             return False
@@ -99,6 +100,7 @@ class FolderNotes:
     def rewrite(self, number: int, content: bytes) -> None:
         descriptor = os.open(self._path(number), os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
+            # The length stays the same and the file is not truncated, so no reader sees a short record.
             os.pwrite(descriptor, content, 0)
         finally:
             os.close(descriptor)

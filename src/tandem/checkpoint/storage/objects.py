@@ -29,6 +29,7 @@ def ask(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     except Exception as error:
         name = type(error).__name__
         said = (str(error) or "no answer").splitlines()[0]
+        # The store treats EBADMSG as damage, and other errors as a failing volume.
         raise OSError(errno.EBADMSG if "Checksum" in name else errno.EIO, f"{name}: {said}") from error
 
 
@@ -58,6 +59,7 @@ class Objects:
         try:
             import fsspec
 
+            # Other processes write there as well, and a cached listing would not show their checkpoints.
             self._fs = fsspec.filesystem(scheme, use_listings_cache=False)
         except ImportError as error:
             library = INSTALL.get(scheme, f"fsspec and its implementation of {scheme}")
@@ -145,6 +147,7 @@ class Objects:
         return sink
 
     def repair(self, directory: PurePath) -> None:
+        # A younger state without a manifest may belong to a save in progress.
         before = datetime.now(UTC) - timedelta(seconds=LEFT_OVER_SECONDS)
         for entry, names in self.list(directory).items():
             for path in [directory / entry / name for name in names if MANIFEST not in names]:

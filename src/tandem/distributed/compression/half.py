@@ -64,6 +64,7 @@ class Half:
         exact = carried(bucket, self._carrier)
         if exact is not None and sent is not whole:
             pairs.append((exact, exact.clone()))  # after the bucket, whose copy overwrites it
+        # Values are divided before they are added, because their sum could overflow in fp16.
         *others, last = [
             dist.all_reduce(sent.div_(self._ranks), async_op=True).get_future() for _, sent in pairs
         ]

@@ -55,6 +55,7 @@ class PowerSGD:
                 "them on several GPUs; use bf16 or none"
             )
         self._threads = torch.get_num_threads()
+        # On GPUs, the factors do not depend on CPU threads.
         threads = group.gather(self._threads) if group.device.type == "cpu" else [1]
         if len(set(threads)) > 1:
             raise ConfigError(
@@ -197,6 +198,7 @@ class PowerSGD:
                 gradient.copy_(next(parts))
             bases = {name: orthonormal(next(parts)) for name in whole}
             qs = [whole[name].T @ basis for name, basis in bases.items()]
+            # torch.cat needs at least one tensor, and the model may have no matrix that is worth it.
             second = _flat([*qs, plain[-1][:0]]).div_(ranks)
 
             def after_second() -> None:

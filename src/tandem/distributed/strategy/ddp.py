@@ -44,6 +44,9 @@ class Telemetry(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return (tensor for backward, module's values); `carries` is 1 in the last micro-batch, else 0."""
         loss, numbers = self.module(batch)
+        # Gradients of micro-batches add up, so only the last one has the values: those of all micro-batches.
+        # fp16's scale is not applied to them, because the optimizer does not unscale the carrier. See
+        # docs/architecture.md#the-telemetry-parameter.
         carried = pack(slots, so_far + numbers)
         return loss * scale + (self.carrier * (carried * carries)).sum(), numbers
 
@@ -74,6 +77,7 @@ class DDPStrategy(single.SingleStrategy):
         self.shares_state = self._compression is not None and self._compression.remembers
 
     def spread(self, model: nn.Module) -> nn.Module:
+        # The wrappers add prefixes to these names; messages show the model's own.
         self._named = dict(model.named_parameters())
         return model
 
@@ -107,6 +111,7 @@ class DDPStrategy(single.SingleStrategy):
         try:
             result: tuple[Tensor, Tensor] = self._ddp(slots, float(self._is_last), batch, scale, so_far)
         except RuntimeError as error:
+            # DDP raises a plain RuntimeError, in the forward pass after the step.
             if "find_unused_parameters" not in str(error):
                 raise
             raise UnusedParametersError(

@@ -47,6 +47,7 @@ class FSDPStrategy(single.SingleStrategy):
         mesh = DeviceMesh(self._group.device.type, torch.arange(self._group.size))
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         self._blocks = [block for blocks in lists for block in blocks]
+        # The order matters: the root takes the parameters that no block has taken.
         for block in self._blocks:
             fully_shard(block, mesh=mesh)
         self._root: FSDPModule = fully_shard(model, mesh=mesh)
@@ -78,12 +79,14 @@ class FSDPStrategy(single.SingleStrategy):
         return nullcontext()
 
     def forward(self, slots: Tensor, batch: Any, scale: Tensor, so_far: Tensor) -> tuple[Tensor, Tensor]:
+        # fully_shard does not exchange buffers, so this does what DDP does before each forward pass.
         for buffer in self._buffers:
             dist.broadcast(buffer, src=0)
         return super().forward(slots, batch, scale, so_far)
 
     def exchange(self, gradients_not_finite: Tensor) -> Tensor:
         slots = super().exchange(gradients_not_finite)
+        # The mean is computed here, because gloo has no average.
         dist.all_reduce(slots)
         return slots / self._group.size
 
@@ -97,6 +100,7 @@ class FSDPStrategy(single.SingleStrategy):
         return _everywhere(super().clip(parameters, largest))
 
     def gradients(self, loss: Tensor, parameters: list[nn.Parameter]) -> None:
+        # The forward pass uses the gathered parameters. autograd.grad would find no path to the sharded ones.
         loss.backward()  # type: ignore[no-untyped-call]
 
     def whole(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -152,7 +156,9 @@ def _gathered(value: Any, keep: bool) -> Any:
 
 def _share(value: Any, like: Tensor | None) -> Any:
     """Return this rank's shard of a full tensor, if `like` is sharded."""
+    # An optimizer's state also has scalars, such as Adam's step, which are not sharded.
     if isinstance(value, Tensor) and isinstance(like, DTensor) and value.shape == like.shape:
+        # Each rank has the full tensor, so src_data_rank=None avoids a broadcast.
         whole = value.to(like.device)
         return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
     return value
