@@ -93,7 +93,7 @@ class Watched:
             time.sleep(0.3)
 
     def fires(self, name: str, *containers: str) -> None:
-        """Also one that fired between two looks: a run that ends is scraped once more, and then it is gone."""
+        """Also one that fired between two looks, because a run that ends is scraped only once more."""
         fired = f'count_over_time(ALERTS{{alertname="{name}",alertstate="firing"}}[10m])'
         query = f"query?{urllib.parse.urlencode({'query': fired})}"
         try:
