@@ -37,7 +37,7 @@ def limited(store: Any, position: Position, kind: str, seconds: float) -> Iterat
 
     def end() -> None:
         if not over.wait(seconds):
-            log.error("%s", complaint(position, kind, seconds, states(position)))
+            log.error("%s", timeout_message(position, kind, seconds, states(position)))
             os._exit(PEER_LOST)
 
     store.set(_key(position.rank), CONNECTS)
@@ -72,12 +72,12 @@ def states(position: Position) -> list[tuple[str, str]]:
     return list(zip(words[::2], words[1::2], strict=True))
 
 
-def complaint(position: Position, kind: str, seconds: float, others: list[tuple[str, str]]) -> str:
+def timeout_message(position: Position, kind: str, seconds: float, others: list[tuple[str, str]]) -> str:
     """Return the message: who waits, for whom, and where to look."""
     library = LIBRARIES[kind]
     variable = f"{library.upper()}_SOCKET_IFNAME"
     interface = os.environ.get(variable)
-    said = f"{library} has not connected the {position.world_size} ranks within {seconds:g} s"
+    message = f"{library} has not connected the {position.world_size} ranks within {seconds:g} s"
     here = f"{_name(position)} waits"
     for state in (COMES, CONNECTS):
         names = [name for name, each in others if each == state]
@@ -91,7 +91,7 @@ def complaint(position: Position, kind: str, seconds: float, others: list[tuple[
         remedy = f"{variable} {is_set}; set it to the network interface that reaches the other nodes"
         if kind == "cuda":
             remedy += "; set NCCL_DEBUG=INFO to see what NCCL tries"
-    return f"{said}: {here}; {remedy}"
+    return f"{message}: {here}; {remedy}"
 
 
 def _name(position: Position) -> str:

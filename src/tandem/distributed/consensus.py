@@ -39,7 +39,7 @@ def pack(slots: Tensor, numbers: Tensor) -> Tensor:
     return torch.cat([head, torch.nan_to_num(numbers[1:], posinf=0.0, neginf=0.0)])
 
 
-def left_out(exchanged: Tensor) -> Tensor:
+def is_skipped(exchanged: Tensor) -> Tensor:
     """Return a scalar on the device: 1 if the step must change nothing, else 0."""
     return ((exchanged[LOSS_NOT_FINITE] + exchanged[GRADIENTS_NOT_FINITE]) > 0).float()
 
@@ -79,7 +79,7 @@ class ConsensusReader:
             step=step,
             loss=math.nan if mean[LOSS_NOT_FINITE] > 0 else mean[LOSS],
             stop=mean[STOP] > 0,
-            left_out=mean[LOSS_NOT_FINITE] + mean[GRADIENTS_NOT_FINITE] > 0,
+            is_skipped=mean[LOSS_NOT_FINITE] + mean[GRADIENTS_NOT_FINITE] > 0,
             decisions=round(mean[DECISIONS] * self._group.size),
             sums=dict(zip(self._names, zip(totals[::2], totals[1::2], strict=True), strict=True)),
         )
