@@ -3,9 +3,9 @@
     python benchmarks/data_path.py [--rounds 7] [--seconds 1] [--json benchmarks/results/data_path.json]
 
 Pictures of 28 x 28 are the digits task's, drawn on this machine: as tutorials load them (torchvision's MNIST,
-ToTensor and Normalize, in torch's DataLoader), normalised beforehand in a TensorDataset, and by tandem, all
+ToTensor and Normalize, in torch's DataLoader), normalized beforehand in a TensorDataset, and by tandem, all
 in batches of 64. Photographs are JPEGs of 320 x 240, drawn too: torchvision's ImageFolder in torch's
-DataLoader beside the image-folder task, to normalised floats on both sides, with as many workers. "Own data"
+DataLoader beside the image-folder task, to normalized floats on both sides, with as many workers. "Own data"
 is a map-style dataset as people write it, one sample an index, in torch's DataLoader on both sides: what
 tandem adds to a sample, so that its randomness is that of the step and not of the worker.
 
@@ -37,7 +37,7 @@ from tandem.data.kinds import training_data
 from tandem.data.source import BatchReader
 from tandem.tasks.digits import Digits
 from tandem.tasks.image_folder import ImageFolder
-from tandem.tasks.normalised import normalised
+from tandem.tasks.normalized import normalized
 
 BATCH, PHOTOGRAPHS = 64, 16  # samples of a batch
 LEAST_BATCHES = 8
@@ -72,7 +72,7 @@ def digits_folder(folder: Path) -> Path:
 
 
 def photographs_folder(folder: Path) -> Path:
-    """train/ and val/ with CLASSES folders of OF_EACH JPEGs each: soft colours with an ellipse in them."""
+    """train/ and val/ with CLASSES folders of OF_EACH JPEGs each: soft colors with an ellipse in them."""
     generator = torch.Generator().manual_seed(0)
     for part in ("train", "val"):
         for number in range(CLASSES * OF_EACH):
@@ -80,8 +80,8 @@ def photographs_folder(folder: Path) -> Path:
             if path.exists():
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
-            colours = torch.randint(256, (12, 16, 3), dtype=torch.uint8, generator=generator)
-            picture = Image.fromarray(colours.numpy()).resize((320, 240), Image.Resampling.BICUBIC)
+            colors = torch.randint(256, (12, 16, 3), dtype=torch.uint8, generator=generator)
+            picture = Image.fromarray(colors.numpy()).resize((320, 240), Image.Resampling.BICUBIC)
             x, y = (int(place) for place in torch.randint(20, 140, (2,), generator=generator))
             ImageDraw.Draw(picture).ellipse((x, y, x + 100, y + 80), fill=(40 * (number % CLASSES), 90, 160))
             picture.save(path, quality=90)
@@ -122,7 +122,7 @@ def by_tandem(data: Any, batch_size: int, workers: int = 0) -> Batches:
 
 def photographs_by_tandem(data: Any, workers: int) -> Batches:
     """With the normalising that the task's model does, to compare floats with floats."""
-    floats = normalised(nn.Identity(), MEAN, STD)
+    floats = normalized(nn.Identity(), MEAN, STD)
     return ((floats(images), labels) for images, labels in by_tandem(data, PHOTOGRAPHS, workers))
 
 

@@ -1,6 +1,6 @@
 """Draws docs/pictures/dp-*.svg from results/dp_vs_ddp.json: python benchmarks/dp_vs_ddp_pictures.py
 
-Plain SVG without a font or a script of its own; colours follow the reader's light or dark mode.
+Plain SVG without a font or a script of its own; colors follow the reader's light or dark mode.
 """
 
 import json

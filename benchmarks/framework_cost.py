@@ -72,7 +72,7 @@ def pictures() -> tuple[Tensor, Tensor]:
 
 
 def rows() -> TensorDataset:
-    """The pictures as float32 [SAMPLES, 1, 28, 28], normalised beforehand."""
+    """The pictures as float32 [SAMPLES, 1, 28, 28], normalized beforehand."""
     images, labels = pictures()
     return TensorDataset(images.unsqueeze(1).float().div_(255).sub_(MEAN).div_(STD), labels)
 
@@ -91,7 +91,7 @@ class Plain:
 
 
 class BatchWise(Plain):
-    """tandem's task with pictures as `digits` has them: uint8, normalised batch by batch."""
+    """tandem's task with pictures as `digits` has them: uint8, normalized batch by batch."""
 
     def build_datasets(self) -> Datasets:
         images, labels = pictures()

@@ -217,8 +217,8 @@ def verified(check: Check) -> list[Row]:
     """`tandem verify-resume`, which sets --deterministic on GPUs by itself."""
     words = ("--nproc", "1", "--task", f"{TASKS}:Conv", "--batch-size", "32", "--trials", "3")
     said = check.output([sys.executable, "-m", "tandem", "verify-resume", *words, "--device", "cuda"], 150.0)
-    verdict = said.strip().splitlines()[-1]
-    return [Row("verify-resume", 3, verdict, target="exact", passed="verdict: exact" in verdict)]
+    outcome = said.strip().splitlines()[-1]
+    return [Row("verify-resume", 3, outcome, target="exact", passed="verdict: exact" in outcome)]
 
 
 def two_ranks(check: Check) -> list[Row]:
@@ -272,7 +272,7 @@ def branches(check: Check) -> list[Row]:
     return rows
 
 
-def synchronisations(check: Check) -> list[Row]:
+def synchronizations(check: Check) -> list[Row]:
     """How often a step makes the host wait for the device."""
     steps = 40
     words = ("--nproc", 1, "--task", f"{TASKS}:Conv", "--batch-size", 32, "--steps", 3 * steps)
@@ -290,14 +290,14 @@ def synchronisations(check: Check) -> list[Row]:
     if check.played:
         notes = check.folder / "notes"
         os.environ["PLAYED_GPU_NOTES"] = str(notes)
-        check.run("synchronisations", *words)
+        check.run("synchronizations", *words)
         waits = Counter(
             {place: n for place, n in played_gpu.noted(notes).counts["wait"].items() if place not in PASSED}
         )
         each = sum(count for count in waits.values() if count >= 3 * steps) / (3 * steps)
         worst = ", ".join(place for place, count in waits.most_common(3) if count >= 3 * steps)
     else:
-        run_dir, _ = check.run("synchronisations", *words, "--profile", f"{steps + 5}:{steps - 10}")
+        run_dir, _ = check.run("synchronizations", *words, "--profile", f"{steps + 5}:{steps - 10}")
         trace = json.loads((run_dir / "profile" / "rank-0.json").read_text())["traceEvents"]
         launched = max(event["ts"] for event in trace if "LaunchKernel" in event.get("name", ""))
         waits = [event for event in trace if event.get("name") in HOST_WAITS]
@@ -404,7 +404,7 @@ CHECKS: dict[str, tuple[Callable[[Check], list[Row]], bool]] = {
     "killed": (killed, True),
     "two-ranks": (two_ranks, True),
     "branches": (branches, True),
-    "synchronisations": (synchronisations, True),
+    "synchronizations": (synchronizations, True),
     "verify-resume": (verified, False),
     "recovery": (recovery_beside_torchrun, False),
     "graphs": (graphs, False),

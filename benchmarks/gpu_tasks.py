@@ -84,7 +84,7 @@ class Timed:
 
 
 class Resnet50(Timed):
-    """Pictures travel as bytes and are normalised on the device."""
+    """Pictures travel as bytes and are normalized on the device."""
 
     @property
     def batch_size(self) -> int:

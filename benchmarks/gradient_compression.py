@@ -84,11 +84,11 @@ def train(rank: int, width: int, steps: int) -> dict[str, tuple[int, list[float]
         settings = Settings().replace(gradient_compression=kind, batch_size=BATCH)
         torch.manual_seed(0)
         strategy = strategies.load("ddp", world, settings.exchange)
-        model = strategy.spread(task.build_model())
+        model = strategy.shard(task.build_model())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         made = settings.compute, settings.optimization, BATCH, 0, task, model, optimizer
         steppers[kind] = Stepper(world, strategy, *made, Clock())
-        steppers[kind].settle([batch], 0, Costs())
+        steppers[kind].take_dry_step([batch], 0, Costs())
         found[kind] = strategy.sync_bytes(list(model.parameters())), []
     for step in range(WARM_UP + steps):
         for kind, stepper in steppers.items():

@@ -74,14 +74,14 @@ def make_stepper(world: ProcessGroup, task: SleepyTask, batch: int) -> tuple[Ste
     torch.manual_seed(0)
     settings = Settings.from_dict({"batch_size": batch * world.size})
     strategy, compute, optimization = load("ddp", world), settings.compute, settings.optimization
-    model = strategy.spread(task.build_model())
+    model = strategy.shard(task.build_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     whole: Any = WholeTask(task)  # type: ignore[arg-type]
     stepper = Stepper(
         world, strategy, compute, optimization, batch * world.size, 0, whole, model, optimizer, Clock()
     )
     micro_batches = [(torch.randn(batch, 64), torch.randint(10, (batch,)))]
-    stepper.settle(micro_batches, 0, Costs())
+    stepper.take_dry_step(micro_batches, 0, Costs())
     return stepper, micro_batches
 
 

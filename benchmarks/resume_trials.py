@@ -51,7 +51,7 @@ def exact_resume(
 ) -> list[Row]:
     """A row for each world size; the control stands beside 3 ranks. Says every trial on stderr.
 
-    With `device` cuda, a world is one node with a GPU for each rank, and batch norm is synchronised.
+    With `device` cuda, a world is one node with a GPU for each rank, and batch norm is synchronized.
     """
     rows = []
     for world_size in worlds:

@@ -17,7 +17,7 @@ from tandem.data.digits import draw
 from tandem.data.idx import NAMES, write_idx
 
 PETALS = {"daisy": 12, "rose": 5, "sunflower": 20, "thistle": 40, "tulip": 3}
-COLOURS = {"daisy": "white", "rose": "red", "sunflower": "gold", "thistle": "purple", "tulip": "pink"}
+COLORS = {"daisy": "white", "rose": "red", "sunflower": "gold", "thistle": "purple", "tulip": "pink"}
 SIDE = 48  # pixels
 
 
@@ -41,7 +41,7 @@ def flower(name: str, chance: random.Random) -> Image.Image:
     for petal in range(petals):
         angle = turn + 2 * math.pi * petal / petals
         end = x + reach * math.cos(angle), y + reach * math.sin(angle)
-        pen.line((x, y, *end), fill=COLOURS[name], width=max(1, round(24 / petals)))
+        pen.line((x, y, *end), fill=COLORS[name], width=max(1, round(24 / petals)))
     pen.ellipse((x - 3, y - 3, x + 3, y + 3), fill="brown")
     return picture
 

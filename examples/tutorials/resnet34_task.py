@@ -31,8 +31,8 @@ class Resnet34:
 
     def build_datasets(self):
         cut = [transforms.RandomResizedCrop(self.image_size), transforms.RandomHorizontalFlip()]
-        centre = [transforms.Resize(self.image_size * 8 // 7), transforms.CenterCrop(self.image_size)]
-        return Datasets(self.folder("train", cut), self.folder("val", centre))
+        center = [transforms.Resize(self.image_size * 8 // 7), transforms.CenterCrop(self.image_size)]
+        return Datasets(self.folder("train", cut), self.folder("val", center))
 
     def folder(self, part, cut):
         as_tensor = [transforms.ToTensor(), NORMALIZE]

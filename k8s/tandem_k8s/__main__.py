@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tandem.kubernetes.render import UsageError, render
-from tandem.kubernetes.wording import speak_make
+from tandem.kubernetes.wording import use_make_wording
 
 WRONG = 2
 
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--output", type=Path, default=Path("dist"), help="for release: a folder")
     parser.add_argument("files", nargs="*", type=Path, help="for validate: manifests; default: the project's")
     given = parser.parse_args(arguments)
-    speak_make()
+    use_make_wording()
     try:
         return _run(given)
     except UsageError as error:

@@ -403,7 +403,7 @@ def headless_service(documents: list[Document]) -> Problems:
             yield f"{title(document)}: MASTER_ADDR is {master!r}, index 0 is {name}-0.{subdomain}"
 
 
-def labelled(documents: list[Document]) -> Problems:
+def labeled(documents: list[Document]) -> Problems:
     for document in documents:
         labels = (document.get("metadata") or {}).get("labels") or {}
         for name in LABELS:
@@ -484,6 +484,6 @@ def scripts_are_there(documents: list[Document]) -> Problems:
 OWN: tuple[Rule, ...] = (
     bounded, rendezvous_port, shutdown_fits, probes, known_variables, run_dir_is_shared, claims_exist,
     shared_memory, resources, gpus_fit_ranks, selectors_match, pods_reach_each_other, node_counts_agree,
-    job_pods, failure_policy, waits_of_its_own, headless_service, labelled, labels_are_valid,
+    job_pods, failure_policy, waits_of_its_own, headless_service, labeled, labels_are_valid,
     images_are_fixed, variables_once, trainjob_has_its_runtime, scripts_are_there,
 )  # fmt: skip

@@ -49,9 +49,9 @@ def main() -> None:
             from tandem.signals import left_at_stop_signals
 
             with left_at_stop_signals(code):
-                from tandem.launch.announce_error import tell_others
+                from tandem.launch.announce_error import announce_error
 
-                tell_others(sys.argv[2:], environ, error)
+                announce_error(sys.argv[2:], environ, error)
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:
@@ -102,12 +102,12 @@ def run(verb: str, words: Sequence[str], environ: Environment) -> int:
         raise ConfigError(f"unknown verb {verb!r}; expected one of {', '.join(VERBS)}{hint}")
     program = None
     if verb == "launch":  # the words after the program belong to it
-        from tandem.launch.program import split
+        from tandem.launch.program_arguments import split
         from tandem.launch.torchrun_flags import translated
 
         words, program = split(translated(words, environ))
     elif verb == "verify-resume":
-        from tandem.launch.program import split
+        from tandem.launch.program_arguments import split
 
         words, program = split(words)
     if "-h" in words or "--help" in words:
@@ -138,9 +138,9 @@ def parser_of(verb: str, is_short: bool = False) -> "Parser":
 def _help_on(topic: str) -> str:
     if topic in VERBS:
         return parser_of(topic).format_help()
-    from tandem.config.topics import told
+    from tandem.config.topics import help_on
 
-    return told(topic, list(VERBS))
+    return help_on(topic, list(VERBS))
 
 
 def _group(group: tuple[str, Sequence[str]]) -> str:

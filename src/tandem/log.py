@@ -24,7 +24,7 @@ from tandem.errors import ConfigError, text_of
 LOGGER_NAME = "tandem"
 CLEAR = "\r\x1b[K"
 PLAIN = "\x1b[0m"
-COLOURS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31m"}
+COLORS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31m"}
 LEVEL_VARIABLE = "TANDEM_LOG_LEVEL"
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -94,7 +94,7 @@ def writes_to_file() -> bool:
     return bool(_outputs)
 
 
-class Unbroken:
+class ClosableStream:
     """A terminal or pipe that may be closed. Output after that is lost, which is not an error of the run."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -119,8 +119,8 @@ def outlive_the_terminal() -> None:
     That happens with `| head`, a pager that was left, or a closed terminal.
     """
     for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
-        if not isinstance(stream, Unbroken):
-            setattr(sys, name, Unbroken(stream))
+        if not isinstance(stream, ClosableStream):
+            setattr(sys, name, ClosableStream(stream))
 
 
 _outputs: list[rotation.Output] = []
@@ -174,10 +174,10 @@ class FileHandler(logging.FileHandler):
         elif not self._has_failed:
             self._has_failed = True
             text = f"cannot write the log {self.baseFilename}: {error.strerror or error}"
-            told = logging.makeLogRecord({"levelno": logging.WARNING, "levelname": "WARNING", "msg": text})
+            warning = logging.makeLogRecord({"levelno": logging.WARNING, "levelname": "WARNING", "msg": text})
             for other in logging.getLogger(LOGGER_NAME).handlers:
                 if isinstance(other, TerminalHandler):
-                    other.handle(told)
+                    other.handle(warning)
 
     def _open(self) -> TextIOWrapper:
         return open(self.baseFilename, "a", -1, "utf-8", "backslashreplace", opener=_not_through_a_link)
@@ -216,8 +216,8 @@ class TerminalHandler(logging.StreamHandler[TextIO]):
         text = super().format(record)
         if not self.stream.isatty() or is_dumb() or isinstance(self.formatter, JsonFormatter):
             return text
-        colour = "" if os.environ.get("NO_COLOR") else COLOURS.get(record.levelno, "")
-        return f"{CLEAR}{colour}{text}{colour and PLAIN}"
+        color = "" if os.environ.get("NO_COLOR") else COLORS.get(record.levelno, "")
+        return f"{CLEAR}{color}{text}{color and PLAIN}"
 
 
 def last_line_at() -> float | None:
@@ -236,7 +236,7 @@ def is_dumb() -> bool:
     return os.environ.get("TERM") == "dumb"
 
 
-def make_way(way: Callable[[], AbstractContextManager[None]]) -> None:
+def wrap_terminal_lines(way: Callable[[], AbstractContextManager[None]]) -> None:
     """Enter `way()` around each line that goes to the terminal from now on."""
     for handler in logging.getLogger(LOGGER_NAME).handlers:
         if isinstance(handler, TerminalHandler):
@@ -294,9 +294,9 @@ def reporting(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said = f"{type(error).__name__}: {text_of(error)}"
+        message = f"{type(error).__name__}: {text_of(error)}"
         logging.getLogger(LOGGER_NAME).warning(
-            "cannot %s (%s); this does not change the run's exit code", what, said
+            "cannot %s (%s); this does not change the run's exit code", what, message
         )
 
 
@@ -312,8 +312,8 @@ def log_warnings() -> None:
         line: str | None = None,
     ) -> None:
         text = text_of(message) if isinstance(message, Warning) else message
-        said = "%s: %s (%s line %d)", category.__name__, text, filename, lineno
-        logging.getLogger(f"{LOGGER_NAME}.python").warning(*said)
+        logger = logging.getLogger(f"{LOGGER_NAME}.python")
+        logger.warning("%s: %s (%s line %d)", category.__name__, text, filename, lineno)
 
     warnings.showwarning = show
 

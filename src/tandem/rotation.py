@@ -128,8 +128,8 @@ def tail(path: Path, count: int) -> tuple[bytes, bool]:
             files = []
             for each in (path, older(path)):  # in the other order, a rename in between would hide one of them
                 with suppress(FileNotFoundError):
-                    place = Path(each.parent.name, each.name)
-                    files.append(stack.enter_context(opened(each.parent.parent, str(place))))
+                    relative = Path(each.parent.name, each.name)
+                    files.append(stack.enter_context(opened(each.parent.parent, str(relative))))
             if len(files) == 2 and os.path.sameopenfile(files[0].fileno(), files[1].fileno()):
                 continue  # renamed between the two
             if not files:

@@ -22,7 +22,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, *SCHEDULERS_SIGNALS)
 IGNORED_BY_FORK_SERVER = (*STOP_SIGNALS, signal.SIGHUP)
 
 
-def handed_on(number: int) -> int:
+def forwarded_as(number: int) -> int:
     """Return the signal to forward for `number`: SIGTERM for SIGHUP.
 
     Children ignore SIGHUP (fork_server_signals.py).
@@ -44,7 +44,7 @@ class StopFlag:
         self.interrupts = 0
         self.received: dict[str, int] = {}  # by name, without repeats within the window
         self._last = float("-inf")
-        self.is_heeded = False
+        self.is_polled = False
         """True once training polls this flag at every step; before that there is nothing to save."""
         self.is_torchruns = False
         """Whether torchrun forwards signals.
@@ -72,7 +72,7 @@ class StopFlag:
         for number in {*STOP_SIGNALS, *_hangup()}.difference(own):
             self._before[number] = signal.signal(number, self._handle) or signal.SIG_DFL
         running_clock.now()  # starts its thread outside of a handler
-        hear_stop_signals()
+        unblock_stop_signals()
         return self
 
     @contextmanager
@@ -99,7 +99,7 @@ class StopFlag:
         os.set_blocking(wake, False)
         self._wake = wake
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=_be_woken_no_more)  # a child's signals are not this process's
+        os.register_at_fork(after_in_child=_stop_wakeups)  # a child's signals are not this process's
         work = threading.Thread(target=self._listen, args=(ours, first, second), daemon=True)
         work.name = "tandem-signals"
         work.start()
@@ -191,7 +191,7 @@ def stop_together(with_this_process: Callable[[int], None]) -> None:
         signal.signal(signal.SIGTSTP, stop)
 
 
-def _be_woken_no_more() -> None:
+def _stop_wakeups() -> None:
     with suppress(ValueError):
         signal.set_wakeup_fd(-1)
 
@@ -226,7 +226,7 @@ def ended_by_stop_signals() -> Iterator[None]:
             signal.signal(number, handler or signal.SIG_DFL)
 
 
-def hear_stop_signals() -> None:
+def unblock_stop_signals() -> None:
     """Unblock the stop signals that were sent since this process was forked.
 
     Call this after installing handlers.
@@ -237,15 +237,15 @@ def hear_stop_signals() -> None:
 def default_signals(spares: bool = False) -> None:
     """Restore Python's own handlers in a fork of the fork server, and receive the signals sent meanwhile.
 
-    `spares`: see `spare_who_does_not_know`.
+    `spares`: see `spare_programs_without_handlers`.
     """
     default_handlers()
     if spares:
-        spare_who_does_not_know()
-    hear_stop_signals()
+        spare_programs_without_handlers()
+    unblock_stop_signals()
 
 
-def spare_who_does_not_know() -> None:
+def spare_programs_without_handlers() -> None:
     """Make SIGUSR1 and SIGUSR2 harmless to a program without a handler for them.
 
     A scheduler sends them to the whole process tree; the agent asks such a program to stop with SIGTERM. They
@@ -257,10 +257,10 @@ def spare_who_does_not_know() -> None:
         ctypes.CDLL(None).signal(int(number), ctypes.c_void_p(int(signal.SIG_IGN)))
 
 
-def default_handlers(hears_hangups: bool = True) -> None:
-    """Restore Python's own handlers; signals sent meanwhile stay pending until `hear_stop_signals`."""
+def default_handlers(default_hangup: bool = True) -> None:
+    """Restore Python's own handlers; signals sent meanwhile stay pending until `unblock_stop_signals`."""
     for number in IGNORED_BY_FORK_SERVER:
-        if hears_hangups or number != signal.SIGHUP:
+        if default_hangup or number != signal.SIGHUP:
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -15,7 +15,7 @@ JOIN_SECONDS = 1.0
 
 
 @contextmanager
-def still(doing: str, silence: float = SILENCE_SECONDS, soon: float = SOON_SECONDS) -> Iterator[None]:
+def log_if_slow(doing: str, silence: float = SILENCE_SECONDS, soon: float = SOON_SECONDS) -> Iterator[None]:
     """Log `still DOING` ("importing torch") once if nothing is logged for `silence` seconds.
 
     The silence begins with the last line before the block. A block shorter than `soon` logs nothing. Any

@@ -90,7 +90,7 @@ def after_gradients(loss: Tensor, call: Callable[[], None]) -> None:
     loss.register_hook(at_start)  # type: ignore[no-untyped-call]
 
 
-def around_the_wait(before: Callable[[], None], behind: Callable[[], None]) -> None:
+def hook_gradient_wait(before: Callable[[], None], behind: Callable[[], None]) -> None:
     """Call `before()` when all gradients are computed, and `behind()` when DDP has waited for other ranks.
 
     Call this in the backward pass, from a hook. If the loss is known, see `after_gradients`.

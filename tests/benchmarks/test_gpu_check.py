@@ -18,7 +18,7 @@ TASKS = PROGRAM.with_name("gpu_tasks.py")
 @pytest.mark.slow
 def test_a_machine_without_a_gpu_plays_one(tmp_path: Path, processes: Any) -> None:
     found = tmp_path / "gpu.json"
-    only = ("doctor", "killed", "two-ranks", "branches", "synchronisations", "verify-resume")
+    only = ("doctor", "killed", "two-ranks", "branches", "synchronizations", "verify-resume")
     limit = patient(300)
     command = [sys.executable, PROGRAM, "--only", *only, "--json", found, "--seconds", str(limit)]
     code, said = processes.run([str(word) for word in command], limit=300, cwd=tmp_path)

@@ -71,7 +71,7 @@ def broken(scenes: Scenes, calm: str) -> Cluster:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_has_its_outcome(broken: Cluster, name: str) -> None:
     before = len(broken.events())
-    row = chaos.break_it(broken, name, 1)
+    row = chaos.inject_fault(broken, name, 1)
     assert str(row).startswith(f"{name}: ") and "\n" not in str(row)
     since = {event["kind"] for event in broken.events()[before:]}
     assert ("resumed" not in since) == (name in SAME_RANKS)

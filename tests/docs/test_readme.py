@@ -253,7 +253,7 @@ def machine(tmp_path: Path, processes: Any, require: Callable[..., None]) -> Ite
     shutil.rmtree(made.clone)  # it has gigabytes
 
 
-def break_it(machine: Machine) -> None:
+def inject_fault(machine: Machine) -> None:
     """A rank is killed, and one is stopped; Ctrl-C saves, and the same command goes on from there."""
     training = machine.start(BREAK)
     page = training.until(r"live page at (http://\S+)/,")[1]
@@ -294,7 +294,7 @@ def test_the_commands_run_word_for_word(machine: Machine) -> None:
     said = {}
     for command in sorted(commands(), key=lambda each: each != SETUP):  # README: until tandem is on PyPI
         if command in (BREAK, PAGE):
-            {BREAK: break_it, PAGE: look_at_the_page}[command](machine)
+            {BREAK: inject_fault, PAGE: look_at_the_page}[command](machine)
         elif command in REFUSED:
             code, output = machine.type(command)
             lines = [line for line in output.splitlines() if not line.startswith("make: ***")]

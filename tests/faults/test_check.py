@@ -35,7 +35,7 @@ def line(name: str, within: str = "") -> int:
 
 def told(tasks: Path, name: str) -> list[str]:
     facts = facts_of(Settings().replace(task=f"{tasks}:{name}"), Position())
-    return [f"{each.level} {each.place}{each.text}" for each in compared([facts, facts])]
+    return [f"{each.level} {each.location}{each.text}" for each in compared([facts, facts])]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_sound_task_and_one_with_a_part_that_cannot_be_pickled(tasks: Path) ->
 def test_data_that_differ_between_ranks_are_named_by_line(tasks: Path, tmp_path: Path) -> None:
     settings = Settings().replace(task=f"{tasks}:UnseededRows")
     (found,) = compared(facts_of_ranks(settings, os.environ, tmp_path))
-    assert found.level == "wrong" and f"line {line('build_datasets', 'UnseededRows')}: " in found.place
+    assert found.level == "wrong" and f"line {line('build_datasets', 'UnseededRows')}: " in found.location
     assert re.match(r"samples: different on each rank \([0-9a-f]{12}, [0-9a-f]{12}\)", found.text)
 
 

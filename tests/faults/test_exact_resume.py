@@ -46,7 +46,7 @@ def test_kills_at_random_steps_change_no_bit(processes: Any, tmp_path: Path, wor
 
 
 @pytest.mark.gpu
-def test_on_gpus_with_synchronised_batch_norm(processes: Any, tmp_path: Path, require: Any) -> None:
+def test_on_gpus_with_synchronized_batch_norm(processes: Any, tmp_path: Path, require: Any) -> None:
     require("cuda", torch.cuda.is_available(), "SyncBatchNorm and fused optimizers are not proven here")
     row, output = kills(processes, tmp_path, min(4, torch.cuda.device_count()), "cuda")
     assert row["outcome"] == f"{TRIALS} of {TRIALS} equal", output

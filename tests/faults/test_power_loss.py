@@ -10,7 +10,7 @@ import pytest
 from trial_rows import TRIALS, rows
 
 from tandem.checkpoint.storage import folder
-from trials.disk import Disk, Survives, materialise, policies
+from trials.disk import Disk, Survives, materialize, policies
 from trials.power import lose_power_in
 from trials.system_calls import can_trace, mark, trace
 
@@ -92,7 +92,7 @@ def test_what_the_modelled_disk_keeps(tmp_path: Path) -> None:
     assert trees[b"named"]["names with zeroes"] == {"moved": b"old", "new": b"new\0\0\0\0"}
     last = trees["unlink"]
     assert last["names without data"] == {"new": b"new"} and last["data without names"]["moved"] == b"old"
-    materialise(last["everything"], tmp_path / "found")
+    materialize(last["everything"], tmp_path / "found")
     assert (tmp_path / "found" / "new").read_bytes() == b"newmore"
 
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from patience import patient
 from program_files import program_text
-from tandem.distributed.batchnorm import SynchronisedBatchNorm
+from tandem.distributed.batchnorm import SynchronizedBatchNorm
 from tandem.distributed.group import Position, ProcessGroup
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
@@ -91,8 +91,8 @@ def cases(group: ProcessGroup, _folder: Path) -> dict[str, Any]:
         kind, size = LAYERS[name]
         torch.manual_seed(0)
         alone = Mixed(kind, options).to(dtype)
-        mine = group.synchronise_batchnorm(copy.deepcopy(alone))
-        assert isinstance(mine.norm, SynchronisedBatchNorm)
+        mine = group.synchronize_batchnorm(copy.deepcopy(alone))
+        assert isinstance(mine.norm, SynchronizedBatchNorm)
         start = sum(shares[: group.rank])
         part = slice(start, start + shares[group.rank])
         wrapped = DistributedDataParallel(mine, gradient_as_bucket_view=True)
@@ -121,14 +121,14 @@ def oddities(group: ProcessGroup, _folder: Path) -> dict[str, Any]:
     calls: list[int] = []
     shared.register_forward_hook(lambda *_: calls.append(1))
     model = nn.Sequential(shared, nn.Linear(2, 2), shared, Own(2))
-    same = group.synchronise_batchnorm(model)
+    same = group.synchronize_batchnorm(model)
     model(torch.ones(3, 2) * group.rank)
     one_value = ""
     try:
         nn.Sequential(model[0])(torch.ones(1 - group.rank, 2))
     except ValueError as error:
         one_value = str(error)
-    half = group.synchronise_batchnorm(nn.BatchNorm1d(2))
+    half = group.synchronize_batchnorm(nn.BatchNorm1d(2))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         x = torch.randn(4, 2, dtype=torch.bfloat16, requires_grad=True)
         out = half(x)
@@ -205,4 +205,4 @@ def test_a_loop_of_ones_own_honours_the_setting(
 def test_one_rank_keeps_its_layers() -> None:
     group = ProcessGroup(Position(rank=0, local_rank=0, world_size=1, init="alone"), torch.device("cpu"))
     model = nn.BatchNorm1d(3)
-    assert type(group.synchronise_batchnorm(model)) is nn.BatchNorm1d
+    assert type(group.synchronize_batchnorm(model)) is nn.BatchNorm1d

@@ -56,7 +56,7 @@ def everything(group: ProcessGroup, name: str, folder: Path) -> dict[str, Any]:
             "states": calm.states,
             "weights": calm.model.state_dict(),
             "resumed": resumed.states,
-            "poisoned": (poisoned.left_out, poisoned.states),
+            "poisoned": (poisoned.is_skipped, poisoned.states),
             "bytes": calm.strategy.sync_bytes(list(calm.model.parameters())),
             "shapes": [tuple(p.shape) for p in calm.model.parameters()],
         }
@@ -105,8 +105,8 @@ def test_a_run_that_goes_on_from_a_saved_state_has_the_same_bits(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_is_left_out_leaves_the_memory_alone(ranks: list[dict[str, Any]], kind: str) -> None:
-    left_out, states = ranks[0][kind]["poisoned"]
-    assert left_out == [NAN_STEP]
+    is_skipped, states = ranks[0][kind]["poisoned"]
+    assert is_skipped == [NAN_STEP]
     assert_equal(states[NAN_STEP], states[NAN_STEP - 1])
     assert all(bool(torch.isfinite(value).all()) for value in states[-1]["model"].values())
     assert not torch.equal(states[-1]["model"]["first.weight"], states[NAN_STEP]["model"]["first.weight"])

@@ -13,7 +13,7 @@ import torch
 from patience import patient
 from played_gpu import play
 from tandem.config import Settings
-from tandem.distributed.connecting import announce, complaint
+from tandem.distributed.connecting import announce, timeout_message
 from tandem.distributed.group_store import check_same_kind, open_store
 from tandem.distributed.position import Position
 from tandem.log import setup
@@ -120,7 +120,7 @@ def test_ranks_that_have_connected_outlive_the_limit(port: int, tmp_path: Path) 
 def test_of_many_ranks_the_line_names_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     others = [(f"rank {rank} on node 1 (n1)", "begun, but not done") for rank in range(1, 9)]
-    line = complaint(Position(world_size=9, node_name="n0"), "cuda", 300.0, others)
+    line = timeout_message(Position(world_size=9, node_name="n0"), "cuda", 300.0, others)
     assert "within 300 s" in line and "rank 4 on node 1 (n1) and 4 more" in line and "rank 5" not in line
     assert "NCCL_SOCKET_IFNAME is eth7" in line and "\n" not in line
-    assert "is not set" in complaint(Position(world_size=9), "cpu", 1.0, [])
+    assert "is not set" in timeout_message(Position(world_size=9), "cpu", 1.0, [])

@@ -17,7 +17,7 @@ from program_files import program_text
 from tandem import cli
 from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import ConfigError
-from tandem.launch.eval_command import told
+from tandem.launch.eval_command import format_scores
 
 pytestmark = pytest.mark.multi
 
@@ -186,5 +186,5 @@ def test_a_file_has_a_name_of_its_own_by_default(
 
 def test_a_line_for_people() -> None:
     store = CheckpointStore(Path("runs/digits/checkpoints"))
-    said = told(store, 500, {"loss": 0.02718, "accuracy": 0.994}, 2, as_json=False)
+    said = format_scores(store, 500, {"loss": 0.02718, "accuracy": 0.994}, 2, as_json=False)
     assert said == "step 500 in runs/digits/checkpoints: accuracy 0.9940, loss 0.0272"

@@ -36,18 +36,20 @@ def step(group: ProcessGroup, name: str, cut: dict[str, Any]) -> tuple[int, floa
     settings, task = Settings().replace(batch_size=64, **cut), WholeTask(Classes())  # type: ignore[arg-type]
     strategy = strategies.load(name, group)
     torch.manual_seed(1)
-    model = strategy.spread(Blocks())
-    optimizer = strategy.spread_optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+    model = strategy.shard(Blocks())
+    optimizer = strategy.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
     stepper = Stepper(
         group, strategy, settings.compute, settings.optimization, 64, 0, task, model, optimizer, Clock()
     )
     reader = BatchReader(settings.data, 5, group.rank, group.size, None, group.device)
     (batches,) = training_data(rows(), reader, None).steps(1, 2)
-    stepper.settle(batches, 1, Costs())
+    stepper.take_dry_step(batches, 1, Costs())
     agreed = stepper.take(batches, 1, Proposal())
     assert agreed is not None
     named = {name: parameter.grad for name, parameter in model.named_parameters()}
-    gradients = {name: value.clone() for name, value in strategy.whole(named).items() if value is not None}
+    gradients = {
+        name: value.clone() for name, value in strategy.gather_full(named).items() if value is not None
+    }
     return sum(len(batch[0]) for batch in batches), agreed.loss, agreed.sums, gradients
 
 

@@ -101,7 +101,7 @@ class Trained:
     evaluation: Evaluation
     losses: list[float] = field(default_factory=list)
     sums: list[Mapping[str, tuple[float, float]]] = field(default_factory=list)
-    left_out: list[int] = field(default_factory=list)
+    is_skipped: list[int] = field(default_factory=list)
     stops: list[int] = field(default_factory=list)
     decisions: list[int] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
@@ -128,12 +128,12 @@ def train(
     torch.manual_seed(group.rank if begin is None else 99)  # rank 0's weights count, or the loaded ones
     if not begin and group.rank == 0:
         torch.manual_seed(1)
-    model = strategy.spread(Blocks(batchnorm))
+    model = strategy.shard(Blocks(batchnorm))
     trained = [p for p in model.parameters()]
     optimizer: torch.optim.Optimizer = (
         torch.optim.AdamW(trained, lr=0.01) if adam else torch.optim.SGD(trained, lr=0.1, momentum=0.9)
     )
-    optimizer = strategy.spread_optimizer(optimizer)
+    optimizer = strategy.shard_optimizer(optimizer)
     if begin is not None:
         strategy.load_model(model, begin["model"])
         strategy.load_optimizer(optimizer, begin["optimizer"])
@@ -145,7 +145,7 @@ def train(
         stepper.scaler.load_state_dict(begin["scaler"])
         strategy.load_exchange(begin["exchange"])
     seen = Trained(strategy, model, Evaluation(group, strategy, task, model, rows(101), 8))
-    stepper.settle(micro_batches(first, group.rank, group.size, False, batch), first, Costs())
+    stepper.take_dry_step(micro_batches(first, group.rank, group.size, False, batch), first, Costs())
     for step in range(first, last):
         stop = step == first + 1 and group.rank == group.size - 1
         proposal = Proposal(stop, 5 if step == first + 2 and group.is_first else 0)
@@ -153,7 +153,7 @@ def train(
         assert agreed is not None and agreed.step == step
         seen.losses.append(agreed.loss)
         seen.sums.append(agreed.sums)
-        seen.left_out += [step] if agreed.left_out else []
+        seen.is_skipped += [step] if agreed.is_skipped else []
         seen.stops += [step] if agreed.stop else []
         seen.decisions.append(agreed.decisions)
         readings = stepper.read()
@@ -161,7 +161,7 @@ def train(
         seen.clips.append(readings.clips)
         if keep:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            whole = strategy.whole({**state, "scaler": stepper.scaler.state_dict()})
+            whole = strategy.gather_full({**state, "scaler": stepper.scaler.state_dict()})
             whole["exchange"] = strategy.exchange_state()
             seen.states.append(copied(whole) if group.is_first else {})
     return seen
@@ -205,11 +205,11 @@ def contract(group: ProcessGroup, name: str, folder: Path) -> dict[str, Any]:
         "streams": streams,
         "resumed": resumed.states,
         "clipped": (clipped.norms, clipped.losses),
-        "poisoned": (poisoned.left_out, poisoned.states),
-        "scaled": (scaled.left_out, scaled.states),
+        "poisoned": (poisoned.is_skipped, poisoned.states),
+        "scaled": (scaled.is_skipped, scaled.states),
         "adam": (adam.states, adam_resumed.states, adam.losses),
         "numel": sum(calm.strategy.local(p).numel() for p in calm.model.parameters()),
-        "shares_parameters": calm.strategy.shares_parameters,
+        "shards_parameters": calm.strategy.shards_parameters,
         "whole": sum(p.numel() for p in calm.model.parameters()),
     }
 
@@ -380,7 +380,7 @@ def test_scores_do_not_depend_on_the_strategy(ranks: Any, reference: Any) -> Non
 def test_parameters_are_shared_out_where_the_strategy_says_so(ranks: Any, request: Any) -> None:
     _, size = request.node.callspec.params["ranks"]
     whole, shares = ranks[0]["whole"], [rank["numel"] for rank in ranks]
-    if ranks[0]["shares_parameters"]:
+    if ranks[0]["shards_parameters"]:
         assert sum(shares) == whole and max(shares) < 1.25 * whole / size
     else:
         assert shares == [whole] * size

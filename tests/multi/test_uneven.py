@@ -57,7 +57,7 @@ def stepper_of(group: ProcessGroup, name: str) -> tuple[Stepper, Any]:
     settings = Settings().replace(batch_size=SHARE * 3)
     torch.manual_seed(1)
     strategy = strategies.load(name, group)
-    model = strategy.spread(Blocks())
+    model = strategy.shard(Blocks())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     task: Any = WholeTask(Numbered())  # type: ignore[arg-type]
     made = settings.compute, settings.optimization, SHARE * 3, 0, task, model, optimizer
@@ -79,7 +79,7 @@ def uneven(group: ProcessGroup, name: str, folder: Path) -> dict[str, Any]:
         losses, seen, stop = [], [], data.order.steps_per_epoch
         for step, batches in enumerate(data.steps(0, stop)):
             if step == 0:
-                stepper.settle(batches, 0, Costs())
+                stepper.take_dry_step(batches, 0, Costs())
             agreed = stepper.take(batches, step, Proposal())
             assert agreed is not None
             losses.append(agreed.loss)
@@ -106,7 +106,7 @@ def alone(group: ProcessGroup, name: str, folder: Path) -> Any:
         batch = torch.utils.data.default_collate([sample(index) for index in indices])
         counts.append(len(indices))
         if step == 0:
-            stepper.settle([batch], 0, Costs())
+            stepper.take_dry_step([batch], 0, Costs())
         agreed = stepper.take([batch], step, Proposal())
         assert agreed is not None
         losses.append(agreed.loss)

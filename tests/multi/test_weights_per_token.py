@@ -53,13 +53,13 @@ def one_step(group: ProcessGroup, name: str, folder: Path) -> list[Any]:
         settings = Settings().replace(batch_size=BATCH, micro_batch_size=micro)
         reader = BatchReader(settings.data, 0, group.rank, group.size, None, group.device, group.gather)
         strategy = strategies.load(name, group)
-        model = strategy.spread(model_of_words())
+        model = strategy.shard(model_of_words())
         task: Any = WholeTask(Words())  # type: ignore[arg-type]
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         made = settings.compute, settings.optimization, BATCH, 0, task, model, optimizer
         stepper = Stepper(group, strategy, *made, Clock())
         (batches,) = training_data(sequences(), reader, None).steps(0, 1)
-        stepper.settle(batches, 0, Costs())
+        stepper.take_dry_step(batches, 0, Costs())
         agreed = stepper.take(batches, 0, Proposal())
         assert agreed is not None
         found.append((agreed.loss, model.state_dict()))

@@ -61,7 +61,7 @@ for turn in itertools.count():
                 stranger = socket.create_connection(address, timeout=2)
                 held.append(stranger)
                 if secret and turn % 12 == 11 and place in stores:
-                    tls_proxy.ask(stranger, b"x" * 32, turn % 65536)
+                    tls_proxy.connect_as_node(stranger, b"x" * 32, turn % 65536)
                 else:
                     stranger.sendall(SAID[turn % len(SAID)])
         while len(held) > 200:

@@ -2,8 +2,8 @@ import sys
 import time
 from pathlib import Path
 
-from tandem.run.lease import claim
+from tandem.run.lease import acquire
 
-claim(Path(sys.argv[1]))
+acquire(Path(sys.argv[1]))
 print("mine", flush=True)
 time.sleep(300)

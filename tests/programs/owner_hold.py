@@ -1,9 +1,9 @@
 import sys
 from pathlib import Path
 
-from tandem.run.lease import claim
+from tandem.run.lease import acquire
 
-mine = claim(Path(sys.argv[1]), "a job")
+mine = acquire(Path(sys.argv[1]), "a job")
 assert mine.problem is None, mine.problem
 print(mine.token.number, flush=True)
 input()

@@ -17,7 +17,7 @@ for turn in itertools.count():
         stranger = socket.create_connection(address, timeout=5)
         held.append(stranger)  # half open, for as long as the gate bears it
         if turn % 10 == 0:
-            tls_proxy.ask(stranger, b"x" * 32, turn % 65536)
+            tls_proxy.connect_as_node(stranger, b"x" * 32, turn % 65536)
         elif turn % 10 == 1:
             for data in (said[1], said[2]):
                 stranger.sendall(data)

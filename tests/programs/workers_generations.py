@@ -4,7 +4,7 @@ from pathlib import Path
 
 from agent import Place, Workers, start_fork_server
 
-from tandem.work.base import gpu_of
+from tandem.work.base import gpu_index
 
 
 def warm():
@@ -13,7 +13,7 @@ def warm():
 
 if __name__ == "__main__":
     start_fork_server([], Path(sys.argv[1]))
-    workers = Workers("bound:rank", None, [], "bound:warm_up", gpu_of)
+    workers = Workers("bound:rank", None, [], "bound:warm_up", gpu_index)
     for number, ranks in ((1, (0, 1)), (2, (3, 2)), (3, (0, 1))):
         ready = warm()
         pids = workers.start(

@@ -5,11 +5,11 @@ from pathlib import Path
 from agent import Place, Workers, start_fork_server
 from generations import warm
 
-from tandem.work.base import place_of
+from tandem.work.base import rank_identity
 
 if __name__ == "__main__":
     start_fork_server([], Path(sys.argv[1]))
-    workers = Workers("bound:rank", None, [], "bound:warm_up", place_of)
+    workers = Workers("bound:rank", None, [], "bound:warm_up", rank_identity)
     for size in (1, 2, 2):
         ready = warm()
         pids = workers.start({0: Place(world_size=size)})
@@ -18,4 +18,4 @@ if __name__ == "__main__":
             workers.stand_by(1)
             time.sleep(0.01)
         workers.kill()
-    workers.dismiss()
+    workers.end_standby()

@@ -16,7 +16,7 @@ from tandem.checkpoint.storage.notes import notes_at
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.address import address
 from tandem.errors import CheckpointError, ConfigError, RunTakenError
-from tandem.run.lease import claim
+from tandem.run.lease import acquire
 from tandem.run.owner import LeaseRecord, fence
 
 pytestmark = pytest.mark.timeout(300)
@@ -150,19 +150,19 @@ def test_a_network_that_damages(server: ObjectServer, store_address: str, rule: 
 
 def test_a_run_there_belongs_to_one_launch(store_address: str) -> None:
     run = address(store_address)
-    mine = claim(run)
+    mine = acquire(run)
     assert mine.problem is None and mine.token is not None and mine.token.number == 1
     store = CheckpointStore(run / "checkpoints", fence(run, mine.token))
     store.save(1, STATE, {})
     notes = notes_at(run / "owner")
-    theirs = replace(LeaseRecord.mine(""), word="theirs", host="far", boot="another", machine="")
+    theirs = replace(LeaseRecord.for_this_process(""), word="theirs", host="far", boot="another", machine="")
     assert not notes.create(1, theirs.render()), "a number is given once"
     assert notes.create(2, theirs.render()) and notes.numbers() == [1, 2]
     with pytest.raises(RunTakenError, match="on far"):
         store.save(2, STATE, {})
-    assert not mine.look() and store.steps() == [1]
+    assert not mine.confirm_ownership() and store.steps() == [1]
     mine.close()
     notes.rewrite(2, replace(theirs, is_over=True).render())
-    again = claim(run)
+    again = acquire(run)
     assert again.token is not None and again.token.number == 3 and notes.numbers() == [3]
     again.close()

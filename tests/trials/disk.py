@@ -213,11 +213,11 @@ def _content(node: _Node, survives: Survives) -> bytes:
     return bytes(content)
 
 
-def materialise(tree: Tree, path: Path) -> None:
+def materialize(tree: Tree, path: Path) -> None:
     """Write `tree` as the directory `path`."""
     path.mkdir()
     for name, child in tree.items():
         if isinstance(child, bytes):
             (path / name).write_bytes(child)
         else:
-            materialise(child, path / name)
+            materialize(child, path / name)

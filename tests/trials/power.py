@@ -11,7 +11,7 @@ from pathlib import Path
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import CheckpointError
-from trials.disk import Disk, Tree, materialise, policies
+from trials.disk import Disk, Tree, materialize, policies
 from trials.store import Row, rotten, save, scratch, state, store_in
 from trials.system_calls import mark, trace
 
@@ -114,7 +114,7 @@ def lose_power(
                 tree = disk.crash(survives)
                 key = (_key(tree), promise.step, str(promise.versions))
                 if key not in seen:
-                    materialise(tree, place / "found")
+                    materialize(tree, place / "found")
                     seen[key] = is_kept(place / "found", promise)
                     shutil.rmtree(place / "found")
                 found["kept" if seen[key] else "lost"] += 1

@@ -93,7 +93,7 @@ def test_sgd_is_told_on_the_device_with_and_without_momentum(momentum: float, gp
 
 
 def test_a_step_left_out_puts_buffers_back_in_one_piece(gpu: Notes) -> None:
-    # Between two of them what comes is not normalised, so each one's mean moves.
+    # Between two of them what comes is not normalized, so each one's mean moves.
     model = nn.Sequential(*(part for _ in range(4) for part in (nn.BatchNorm1d(3), nn.Linear(3, 3))))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     guarded = guard("skip", model, optimizer)

@@ -42,10 +42,10 @@ def test_views_that_are_not_aligned_or_contiguous() -> None:
     assert int(checksum(flat[1:])) == int(checksum(flat[1:].clone()))
 
 
-def test_statistics_count_only_where_they_are_synchronised() -> None:
+def test_statistics_count_only_where_they_are_synchronized() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     assert set(comparable(model)) == {"0.weight", "0.bias", "1.weight", "1.bias"}
-    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    synchronized = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     statistics = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
-    assert statistics <= set(comparable(synchronised))
-    assert statistics <= set(comparable(ours.synchronised(model)))
+    assert statistics <= set(comparable(synchronized))
+    assert statistics <= set(comparable(ours.synchronized(model)))

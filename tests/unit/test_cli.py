@@ -14,7 +14,7 @@ from tandem.checkpoint.store import CheckpointStore
 from tandem.config import SETTINGS, SLICES, resolve
 from tandem.config.arguments import read_by
 from tandem.errors import ConfigError
-from tandem.launch.program import split
+from tandem.launch.program_arguments import split
 
 SOURCE = str(Path(tandem.__file__).parents[1])
 WATCHED = """

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from tandem.config.slices import OptimisationConfig
+from tandem.config.slices import OptimizationConfig
 from tandem.training.clipping import Clipping
 
 STRATEGY: Any = SimpleNamespace(
     clip=nn.utils.clip_grad_norm_,
     norm=lambda parameters: torch.nn.utils.get_total_norm([p.grad for p in parameters]),
     local=lambda tensor: tensor,
-    shares_parameters=False,
+    shards_parameters=False,
 )
 
 
@@ -23,7 +23,7 @@ WORLD: Any = SimpleNamespace(device=torch.device("cpu"))
 
 def clipping(largest: float | None) -> tuple[Clipping, nn.Parameter]:
     weight = nn.Parameter(torch.zeros(2))
-    optimization = OptimisationConfig(clip_norm=largest)
+    optimization = OptimizationConfig(clip_norm=largest)
     return Clipping(optimization, STRATEGY, [weight], WORLD), weight
 
 

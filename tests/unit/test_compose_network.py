@@ -90,5 +90,5 @@ def test_the_users_rate_is_back_after_a_fault(
     steps = iter(range(10, 100))
     monkeypatch.setattr(chaos, "live_step", lambda cluster: next(steps))
     monkeypatch.setitem(chaos.FAULTS, "tried", Fault(inject, lambda scene: "went on", reopens=False))
-    chaos.break_it(cluster, "tried", 1)
+    chaos.inject_fault(cluster, "tried", 1)
     assert cluster.rate() == "100Mbit"

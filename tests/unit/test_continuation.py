@@ -8,7 +8,7 @@ import torch
 from gathered import Here
 from torch import nn
 
-from tandem.config.slices import ComputeConfig, ExchangeConfig, OptimisationConfig
+from tandem.config.slices import ComputeConfig, ExchangeConfig, OptimizationConfig
 from tandem.distributed.consensus import Consensus
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.strategy.single import SingleStrategy as Single
@@ -80,7 +80,7 @@ def test_weight_decay_follows_the_settings_at_a_resume(task: object, expected: f
     model = nn.Linear(2, 1)
 
     def optimizer_and_schedule(decay: float) -> tuple[torch.optim.Optimizer, Schedule]:
-        config, whole = OptimisationConfig(weight_decay=decay), WholeTask(task)  # type: ignore[arg-type]
+        config, whole = OptimizationConfig(weight_decay=decay), WholeTask(task)  # type: ignore[arg-type]
         optimizer = build_optimizer(config, whole, model)
         return optimizer, Schedule(config, 240, whole, optimizer, 10, 10)
 

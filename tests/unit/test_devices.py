@@ -266,7 +266,7 @@ def test_a_driver_that_counts_gpus_and_is_too_old_for_cuda_is_one_line_and_exit_
     with pytest.raises(ConfigError, match="too old"):
         ProcessGroup.open(Position(), torch.device("cuda", 0), 5.0)
     finding = machine.gpus(wanted)
-    assert finding.state == "fail" and "too old" in finding.said
+    assert finding.state == "fail" and "too old" in finding.text
     assert "too old" in dict(doctor._torch())["GPUs"]
 
 

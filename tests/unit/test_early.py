@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as engine
 import tandem
 from program_files import program_text
 from tandem.errors import FINISHED
-from tandem.launch.announce_error import place_of
+from tandem.launch.announce_error import placement_of
 from tandem.launch.rendezvous_state import STATE_KEY, to_text
 from tandem.launch.store_endpoint import StoreEndpoint, _is_missed, announce
 from tandem.log import setup
@@ -54,7 +54,7 @@ def test_the_place_is_known_whatever_else_is_wrong(
     if toml:
         Path("run.toml").write_text(toml)
         words = f"--config run.toml {words}"
-    place = place_of(words.split(), variables)
+    place = placement_of(words.split(), variables)
     assert place is not None
     assert (place.nodes, place.node_rank, place.master_host, place.master_port) == (2, 1, "10.0.0.1", 29500)
 
@@ -70,7 +70,7 @@ def test_the_place_is_known_whatever_else_is_wrong(
     ],
 )
 def test_whose_place_is_not_known_tells_nobody(words: str, variables: dict[str, str]) -> None:
-    assert place_of(words.split(), variables) is None
+    assert placement_of(words.split(), variables) is None
 
 
 def test_nodes_that_are_all_there_miss_nobody_until_one_is_lost() -> None:
@@ -83,8 +83,8 @@ def test_nodes_that_are_all_there_miss_nobody_until_one_is_lost() -> None:
     store.set(STATE_KEY, to_text(state).decode())
     assert not _is_missed(store, stop, soon)
     state.complete = False
-    begins_anew = to_text(state).decode()
-    threading.Timer(0.3, store.set, (STATE_KEY, begins_anew)).start()
+    can_be_read_again = to_text(state).decode()
+    threading.Timer(0.3, store.set, (STATE_KEY, can_be_read_again)).start()
     assert _is_missed(store, StopFlag(), soon)
 
 

@@ -32,18 +32,18 @@ def test_a_job_settles_once() -> None:
 
 def test_nodes_leave_as_long_as_enough_stay(position: Position) -> None:
     departures = Departures(PLACEMENT, TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-    assert not departures.others_go_on(position), "nobody leaves"
+    assert not departures.others_continue(position), "nobody leaves"
     departures.leaves(position)
-    assert departures.others_go_on(position) and departures.can_leave(position)
+    assert departures.others_continue(position) and departures.can_leave(position)
     departures.leaves(position)
-    assert not departures.others_go_on(position), "one of three is below MIN"
+    assert not departures.others_continue(position), "one of three is below MIN"
 
 
 def test_node_0_has_the_store_and_cannot_leave(position: Position) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     departures = Departures(replace(PLACEMENT, node_rank=0), store)
     departures.leaves(position)
-    assert departures.others_go_on(position) and not departures.can_leave(position)
+    assert departures.others_continue(position) and not departures.can_leave(position)
 
 
 def test_a_node_of_a_fixed_job_asks_nobody_when_it_stops(position: Position) -> None:
@@ -51,4 +51,4 @@ def test_a_node_of_a_fixed_job_asks_nobody_when_it_stops(position: Position) -> 
     store: Any = None  # whoever asks it raises
     departures = Departures(replace(PLACEMENT, elastic=None), store)
     departures.leaves(position)
-    assert not departures.others_go_on(position)
+    assert not departures.others_continue(position)

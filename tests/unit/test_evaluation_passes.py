@@ -40,7 +40,7 @@ def test_scores_are_computed_in_the_precision_of_the_training(
     if own:
         task.evaluate_batch = lambda model, batch: {"loss": (task.loss(model, batch), 1)}
     rows = TensorRows(torch.ones(10, 2), torch.ones(10))
-    strategy = cast(Any, SimpleNamespace(shares_parameters=False))
+    strategy = cast(Any, SimpleNamespace(shards_parameters=False))
     evaluation = Evaluation(group, strategy, WholeTask(task), nn.Linear(2, 1), rows, 4, precision)
     assert evaluation.scores()["loss"] > 0
     assert set(task.autocast) == {dtype}

@@ -131,7 +131,7 @@ def test_the_run_is_called_after_the_function() -> None:
 
 def test_the_public_names_come_without_torch_until_they_are_used() -> None:
     assert sorted(tandem.__all__) == ["Datasets", "Run", "TandemError", "Task", "launch", "start"]
-    code = "import sys, tandem; tandem.launch; import tandem.launch.program"
+    code = "import sys, tandem; tandem.launch; import tandem.launch.program_arguments"
     code += "; assert callable(tandem.launch) and 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     assert all(callable(getattr(tandem, name)) for name in tandem.__all__)

@@ -18,7 +18,14 @@ from patience import patient
 from tandem.errors import ConfigError
 from tandem.launch import tls_proxy
 from tandem.launch.secret import take_key
-from tandem.launch.tls_proxy import ProxyClient, ProxyRefusedError, ProxyServer, answer, ask, is_gate
+from tandem.launch.tls_proxy import (
+    ProxyClient,
+    ProxyRefusedError,
+    ProxyServer,
+    accept_node,
+    connect_as_node,
+    is_proxy,
+)
 
 KEY, OTHER = secrets.token_bytes(32), secrets.token_bytes(32)
 NAME = 0
@@ -107,7 +114,7 @@ def test_a_store_without_a_gate_is_no_gate(store: TCPStore, gate: ProxyServer) -
     """Downgrade: node 0 without a secret, or somebody in its place."""
     with pytest.raises(OSError, match="no node 0 with a secret"):
         ProxyClient(("127.0.0.1", store.port), KEY, NAME).check()
-    assert is_gate(("127.0.0.1", gate.port)) and not is_gate(("127.0.0.1", store.port))
+    assert is_proxy(("127.0.0.1", gate.port)) and not is_proxy(("127.0.0.1", store.port))
 
 
 def test_nobody_without_the_secret_reaches_the_store(store: TCPStore, gate: ProxyServer) -> None:
@@ -133,7 +140,7 @@ def test_a_crowd_from_one_address_pushes_out_nobody_of_another(gate: ProxyServer
     crowd = [socket.create_connection(("127.0.0.1", gate.port)) for _ in range(3 * tls_proxy.STRANGERS)]
     for each in crowd:
         assert each.recv(len(tls_proxy.GREETING)) in (tls_proxy.GREETING, b"")
-    ask(slow, KEY, NAME).close()
+    connect_as_node(slow, KEY, NAME).close()
     for each in crowd:
         each.close()
 
@@ -158,7 +165,7 @@ def test_a_recorded_node_is_not_let_in_again(pair: tuple[socket.socket, socket.s
 
     for work in (copy, back):
         threading.Thread(target=work, daemon=True).start()
-    assert both(lambda: ask(tap[0], KEY, NAME), lambda: answer(other, KEY)) == ([], [])
+    assert both(lambda: connect_as_node(tap[0], KEY, NAME), lambda: accept_node(other, KEY)) == ([], [])
     assert len(b"".join(recorded)) > 100
     again = socket.socketpair()
     with again[0], again[1]:
@@ -169,7 +176,7 @@ def test_a_recorded_node_is_not_let_in_again(pair: tuple[socket.socket, socket.s
                 time.sleep(0.1)
             again[0].shutdown(socket.SHUT_WR)
 
-        _, refused = both(replay, lambda: answer(again[1], KEY))
+        _, refused = both(replay, lambda: accept_node(again[1], KEY))
     assert len(refused) == 1 and isinstance(refused[0], OSError)
 
 
@@ -187,7 +194,7 @@ def test_somebody_in_between_who_hands_all_on_is_refused() -> None:
             near.sendall(far.recv(4096))
 
     threading.Thread(target=in_between, daemon=True).start()
-    asking, answering = both(lambda: ask(left[0], KEY, NAME), lambda: answer(right[1], KEY))
+    asking, answering = both(lambda: connect_as_node(left[0], KEY, NAME), lambda: accept_node(right[1], KEY))
     assert isinstance(answering[0], ProxyRefusedError) and asking and isinstance(asking[0], OSError)
 
 
@@ -203,7 +210,7 @@ def test_a_node_0_that_knows_no_secret_is_refused(pair: tuple[socket.socket, soc
         with suppress(OSError):
             connection.recv(1)
 
-    refused, _ = both(lambda: ask(one, KEY, NAME), pretend)
+    refused, _ = both(lambda: connect_as_node(one, KEY, NAME), pretend)
     assert isinstance(refused[0], ProxyRefusedError)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from tandem.distributed.child_processes import killed_helper
+from tandem.distributed.child_processes import killed_child
 
 FORK = multiprocessing.get_context("fork")
 
@@ -126,7 +126,7 @@ def test_a_killed_helper_is_told_from_an_error(fails: Callable[[], None]) -> Non
     with pytest.raises(Exception) as raised:
         fails()
         time.sleep(10)  # until the signal's handler raises
-    found = killed_helper(raised.value)
+    found = killed_child(raised.value)
     assert found is not None, raised.value
     assert found[1] == 128 + signal.SIGKILL and "SIGKILL" in found[0]
 
@@ -135,7 +135,7 @@ def test_a_killed_helper_is_told_from_an_error(fails: Callable[[], None]) -> Non
 def test_an_error_of_its_own_is_none(fails: Callable[[], None]) -> None:
     with pytest.raises(Exception) as raised:
         fails()
-    assert killed_helper(raised.value) is None, raised.value
+    assert killed_child(raised.value) is None, raised.value
 
 
 def test_after_it_the_end_of_a_loader_process_raises_nothing() -> None:
@@ -144,7 +144,7 @@ def test_after_it_the_end_of_a_loader_process_raises_nothing() -> None:
     batches: Any = iter(DataLoader(Dies(print), batch_size=1, num_workers=1, multiprocessing_context=FORK))
     assert signal.getsignal(signal.SIGCHLD) != before
     try:
-        assert killed_helper(ConnectionResetError("the data of a batch")) is None
+        assert killed_child(ConnectionResetError("the data of a batch")) is None
         batches._workers[0].kill()
         time.sleep(1)  # a wait() here would reap it, and torch's handler would see nothing
     finally:

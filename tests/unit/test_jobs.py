@@ -13,7 +13,7 @@ from tandem.distributed.devices import choose_devices
 from tandem.errors import ConfigError, PeerLostError
 from tandem.launch import rendezvous
 from tandem.launch.rendezvous import host_store, join_store
-from tandem.launch.run_dir import of_this_job
+from tandem.launch.run_dir import adjust_for_job
 from tandem.launch.store_endpoint import StoreEndpoint
 from tandem.platforms.placement import Placement
 from tandem.run.directory import RunDir
@@ -30,7 +30,7 @@ def settings_of(folder: Path, resume: str = "auto") -> Settings:
 
 
 def taken(settings: Settings, placement: Placement) -> Settings:
-    return of_this_job(RunDir.of(settings), settings, placement)
+    return adjust_for_job(RunDir.of(settings), settings, placement)
 
 
 def joined(placement: Placement, port: int) -> TCPStore:
@@ -119,8 +119,8 @@ def test_two_versions_in_one_job_are_refused_in_one_line(free_port: int, theirs:
     ) as caught:
         joined(replace(first, node_rank=1), free_port)
     assert "\n" not in str(caught.value) and "same version" in str(caught.value)
-    with pytest.raises(rendezvous.VerdictError, match="code 2: node 1 has tandem"):
-        rendezvous.raise_verdict(store)
+    with pytest.raises(rendezvous.JobEndedError, match="code 2: node 1 has tandem"):
+        rendezvous.raise_if_job_ended(store)
 
 
 @pytest.mark.parametrize(("local_rank", "device"), [(0, None), (1, None), (1, 0)])

@@ -90,9 +90,11 @@ def of_doctor(folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 def of_eval(folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    from tandem.launch.eval_command import told
+    from tandem.launch.eval_command import format_scores
 
-    return json.loads(told(CheckpointStore(folder), 3, {"loss": float("nan"), "accuracy": 1.0}, 2, True))
+    return json.loads(
+        format_scores(CheckpointStore(folder), 3, {"loss": float("nan"), "accuracy": 1.0}, 2, True)
+    )
 
 
 def of_bench(folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:

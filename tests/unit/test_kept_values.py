@@ -65,7 +65,7 @@ def test_a_kept_number_takes_any_number_and_stays_pythons(value: Any) -> None:
     kept.best = value
     assert type(kept.best) in (bool, int, float) and kept.best == value
     other = KeptValues(model=nn.Linear(2, 2), best=0.0)
-    state_of(other).load(state.whole(), state.own())
+    state_of(other).load(state.full_state(), state.per_rank_state())
     assert other.best == kept.best
 
 
@@ -92,7 +92,7 @@ def test_a_kept_tensor_keeps_its_form(value: Any) -> None:
     state = state_of(kept)
     kept.seen = torch.full((3,), 2.0)
     kept.seen = np.full(3, 3.0, np.float32)
-    assert isinstance(kept.seen, torch.Tensor) and state.whole()["tensors"]["seen"].tolist() == [3.0] * 3
+    assert isinstance(kept.seen, torch.Tensor) and state.full_state()["tensors"]["seen"].tolist() == [3.0] * 3
     with pytest.raises(ConfigError, match="seen"):
         kept.seen = value
 
@@ -102,7 +102,7 @@ def test_a_kept_tensor_that_grows_in_place_is_refused_at_the_save() -> None:
     state = state_of(kept)
     kept.seen.resize_(5)
     with pytest.raises(ConfigError, match="seen"):
-        state.whole()
+        state.full_state()
 
 
 def test_an_array_is_kept_and_restored_in_place() -> None:
@@ -111,7 +111,7 @@ def test_an_array_is_kept_and_restored_in_place() -> None:
     state = state_of(kept)
     for array in arrays:
         array += 2
-    saved = {part: dict(value) for part, value in state.whole().items()}
+    saved = {part: dict(value) for part, value in state.full_state().items()}
     saved["tensors"] = {name: value.clone() for name, value in saved["tensors"].items()}
     for array in arrays:
         array[...] = 0
@@ -152,7 +152,7 @@ def test_random_generators_can_be_kept(make: Any, draw: Any, per_rank: list[str]
     kept = KeptValues(model=nn.Linear(2, 2), rng=make())
     state = state_of(kept, *per_rank)
     draw(kept.rng)
-    saved = deserialize(serialize({**state.whole(), "per_rank": state.own()}))
+    saved = deserialize(serialize({**state.full_state(), "per_rank": state.per_rank_state()}))
     following = draw(kept.rng)
     state.load(saved, saved["per_rank"])
     assert draw(kept.rng) == following

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.checkpoint import large
-from tandem.checkpoint.flatten import flatten, homes_by_place
+from tandem.checkpoint.flatten import flatten, homes_by_index
 from tandem.checkpoint.state import deserialize, deserialize_file, serialize
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.address import address
@@ -119,8 +119,8 @@ def test_what_is_no_state_is_one_line(tmp_path: Path, raw: bytes) -> None:
 def test_a_models_tensors_are_found_by_name() -> None:
     skeleton, tensors = flatten({"first": torch.ones(1), **state()})
     homes = {name: torch.zeros(1) for name in (*state()["model"], "more")}
-    found = homes_by_place(skeleton, homes)
+    found = homes_by_index(skeleton, homes)
     assert list(found) == list(range(1, 1 + len(state()["model"])))
     for place, name in enumerate(state()["model"], start=1):
         assert found[place] is homes[name] and torch.equal(tensors[place], state()["model"][name])
-    assert homes_by_place(flatten({"step": 1})[0], homes) == {} == homes_by_place(skeleton, {})
+    assert homes_by_index(flatten({"step": 1})[0], homes) == {} == homes_by_index(skeleton, {})

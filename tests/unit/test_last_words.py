@@ -9,12 +9,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from tandem.errors import FAILED
 from tandem.launch import termination
 from tandem.launch.rendezvous import (
-    VERDICT_KEY,
-    VerdictError,
-    leave_verdict,
+    JOB_RESULT_KEY,
+    JobEndedError,
     one_line,
-    outstay_node_0,
-    raise_verdict,
+    publish_job_result,
+    raise_if_job_ended,
+    wait_for_end_of_node_0,
 )
 from tandem.platforms.placement import Placement
 
@@ -36,33 +36,33 @@ def test_a_reason_is_a_line(said: str, line: str) -> None:
 
 def test_a_verdict_carries_its_reason_and_the_first_one_counts() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    leave_verdict(store, 1, "rank 3 on node 1: ValueError: no such file")
-    leave_verdict(store, 2, "another")
-    with pytest.raises(VerdictError) as caught:
-        raise_verdict(store)
+    publish_job_result(store, 1, "rank 3 on node 1: ValueError: no such file")
+    publish_job_result(store, 2, "another")
+    with pytest.raises(JobEndedError) as caught:
+        raise_if_job_ended(store)
     assert caught.value.code == FAILED
     said = "another node ended the job with code 1: rank 3 on node 1: ValueError: no such file"
     assert str(caught.value) == said
-    store.delete_key(VERDICT_KEY)
-    leave_verdict(store, 143, "")
-    with pytest.raises(VerdictError, match="^another node ended the job with code 143$"):
-        raise_verdict(store)
+    store.delete_key(JOB_RESULT_KEY)
+    publish_job_result(store, 143, "")
+    with pytest.raises(JobEndedError, match="^another node ended the job with code 143$"):
+        raise_if_job_ended(store)
 
 
 def test_a_failure_counts_more_than_a_good_end_that_came_first() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for code in (0, 3, 0, 4):
-        leave_verdict(store, code, f"reason {code}")
-    with pytest.raises(VerdictError, match="^another node ended the job with code 3: reason 3$"):
-        raise_verdict(store)
+        publish_job_result(store, code, f"reason {code}")
+    with pytest.raises(JobEndedError, match="^another node ended the job with code 3: reason 3$"):
+        raise_if_job_ended(store)
 
 
 @pytest.mark.timeout(60)
 def test_other_nodes_outstay_the_first(free_port: int) -> None:
     server = TCPStore("127.0.0.1", free_port, is_master=True, wait_for_workers=False)
     here = Placement("by-hand", 2, 1, None, "127.0.0.1", free_port)
-    outstay_node_0(here, 0.1, lambda: False)
-    outstay_node_0(here, 300, lambda: True)
+    wait_for_end_of_node_0(here, 0.1, lambda: False)
+    wait_for_end_of_node_0(here, 300, lambda: True)
     looks = []
 
     def node_0_leaves() -> bool:
@@ -72,7 +72,7 @@ def test_other_nodes_outstay_the_first(free_port: int) -> None:
             del server
         return False
 
-    outstay_node_0(here, 300, node_0_leaves)
+    wait_for_end_of_node_0(here, 300, node_0_leaves)
     assert len(looks) >= 3
 
 
@@ -81,11 +81,11 @@ def test_kubernetes_is_told_where_it_asks_and_nothing_is_made(
 ) -> None:
     path = tmp_path / "termination-log"
     monkeypatch.setattr(termination, "TERMINATION_LOG", path)
-    termination.leave_word("nobody asks")
+    termination.write_termination_message("nobody asks")
     assert not path.exists()
     path.write_text("an earlier end of this container, which was longer")
-    termination.leave_word("ended with code 1: é" + "x" * 5000)
+    termination.write_termination_message("ended with code 1: é" + "x" * 5000)
     assert path.read_text().startswith("ended with code 1: éxx") and path.stat().st_size == 4096
     path.unlink()
     os.mkfifo(path)
-    termination.leave_word("a pipe is none of Kubernetes'")
+    termination.write_termination_message("a pipe is none of Kubernetes'")

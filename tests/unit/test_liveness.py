@@ -14,7 +14,7 @@ from tandem.errors import FAILED
 from tandem.launch import rendezvous
 from tandem.launch.elastic import LastCall
 from tandem.launch.generation_sync import check_all_are_in
-from tandem.launch.rendezvous import StoreLostError, VerdictError
+from tandem.launch.rendezvous import JobEndedError, StoreLostError
 from tandem.launch.rendezvous_state import WatchfulBackend
 from tandem.platforms.placement import Placement
 
@@ -100,25 +100,25 @@ def test_a_node_that_says_nothing_more_is_out_after_its_time(monkeypatch: pytest
 )
 def test_what_comes_as_a_verdict_is_an_exit_code_or_a_failure(text: str, code: int) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    rendezvous.raise_verdict(store)
-    store.set(rendezvous.VERDICT_KEY, text)
-    with pytest.raises(VerdictError) as caught:
-        rendezvous.raise_verdict(store)
+    rendezvous.raise_if_job_ended(store)
+    store.set(rendezvous.JOB_RESULT_KEY, text)
+    with pytest.raises(JobEndedError) as caught:
+        rendezvous.raise_if_job_ended(store)
     assert caught.value.code == code
     assert (text[:40] in str(caught.value)) or code == int(text)
 
 
 def test_a_verdict_of_0_needs_a_job_that_is_done() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store.set(rendezvous.VERDICT_KEY, "0")
-    with pytest.raises(VerdictError):
-        rendezvous.heed_verdict(store, lambda: True)
+    store.set(rendezvous.JOB_RESULT_KEY, "0")
+    with pytest.raises(JobEndedError):
+        rendezvous.check_job_result(store, lambda: True)
     assert rendezvous.is_confirmed(store)
-    rendezvous.heed_verdict(store, lambda: False)
-    assert not store.check([rendezvous.VERDICT_KEY]) and not rendezvous.is_confirmed(store)
-    store.set(rendezvous.VERDICT_KEY, "1 rank 3 failed")
-    with pytest.raises(VerdictError, match="code 1: rank 3 failed") as caught:
-        rendezvous.heed_verdict(store, lambda: False)
+    rendezvous.check_job_result(store, lambda: False)
+    assert not store.check([rendezvous.JOB_RESULT_KEY]) and not rendezvous.is_confirmed(store)
+    store.set(rendezvous.JOB_RESULT_KEY, "1 rank 3 failed")
+    with pytest.raises(JobEndedError, match="code 1: rank 3 failed") as caught:
+        rendezvous.check_job_result(store, lambda: False)
     assert caught.value.code == FAILED
 
 

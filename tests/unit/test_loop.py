@@ -37,7 +37,7 @@ class LateStepper:
         self.bad = bad
         self.pending: Consensus | None = None
 
-    def settle(self, *_: Any) -> Costs:
+    def take_dry_step(self, *_: Any) -> Costs:
         return Costs()
 
     def freeze(self, epoch: int) -> bool:
@@ -90,7 +90,7 @@ def training(
         model=nn.Identity(),
         stepper=cast(Any, LateStepper(bad)),
         schedule=cast(Any, SimpleNamespace(set=lambda step: 0.1, advance=lambda: None)),
-        timetable=EventSchedule({event: Cadence.parse(text) for event, text in every.items()}, 10, 20),
+        event_schedule=EventSchedule({event: Cadence.parse(text) for event, text in every.items()}, 10, 20),
         recorder=recorder,
         clock=clock,
         nonfinite=Policy(policy, lambda: False, recorder),
@@ -149,7 +149,7 @@ def test_every_loss_belongs_to_its_own_log_interval() -> None:
 def test_a_decision_by_the_clock_is_not_lost_when_it_is_heard_at_a_log_line() -> None:
     made, saved = training(log="5", save="3s")
     times = iter([0.0] * 9 + [4.0] * 50)  # the tenth step is beyond 3 s; it is a log step as well
-    made.timetable.clock = lambda: next(times)
+    made.event_schedule.clock = lambda: next(times)
     assert train(made) is True
     assert saved == [10, 20]
 

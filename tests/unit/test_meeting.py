@@ -74,7 +74,7 @@ def test_a_nccl_error_of_one_generation_is_no_signal_for_the_next() -> None:
 
 
 def shares(seen: list[str], nodes: int, nproc: int | None = None, **compute: Any) -> list[dict[str, str]]:
-    return gpus.shared_out(seen, nodes, nproc, Settings().replace(**compute).compute)
+    return gpus.gpus_per_node(seen, nodes, nproc, Settings().replace(**compute).compute)
 
 
 def test_fewer_gpus_than_simulated_ranks_are_used_by_none(caplog: pytest.LogCaptureFixture) -> None:

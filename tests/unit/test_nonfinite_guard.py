@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.config.slices import ComputeConfig, ExchangeConfig
-from tandem.distributed.consensus import Consensus, left_out
+from tandem.distributed.consensus import Consensus, is_skipped
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.strategy.single import SingleStrategy as Single
 from tandem.errors import NonFiniteError
@@ -49,7 +49,7 @@ def take(
     """One step as the stepper takes it; whether it was left out."""
     guard.begin_step()
     model(x).sum().backward()
-    found = left_out(torch.cat([carried, guard.look().reshape(1)]))
+    found = is_skipped(torch.cat([carried, guard.look().reshape(1)]))
     guard.update(found, lambda: None)
     optimizer.zero_grad()
     return bool(found)
@@ -115,14 +115,14 @@ class Told:
         self.shown += 1
 
 
-def agreed(step: int, loss: float = 1.0, left_out: bool = True) -> Consensus:
-    return Consensus(step=step, loss=loss, stop=False, left_out=left_out, decisions=0)
+def agreed(step: int, loss: float = 1.0, is_skipped: bool = True) -> Consensus:
+    return Consensus(step=step, loss=loss, stop=False, is_skipped=is_skipped, decisions=0)
 
 
 def test_skip_counts_and_gives_up_after_many_in_a_row() -> None:
     told = Told()
     policy = Policy("skip", lambda: False, told)
-    policy.consider(agreed(3, left_out=False))
+    policy.consider(agreed(3, is_skipped=False))
     for step in range(MOST_SKIPS_IN_A_ROW - 1):
         policy.consider(agreed(step, NAN if step % 2 else 1.0))
     policy.consider(agreed(500))  # not in a row

@@ -22,7 +22,7 @@ from tandem.checkpoint.writer import CheckpointWriter
 from tandem.errors import CheckpointError, ConfigError, RunTakenError, StoppedError
 from tandem.platforms.placement import Placement
 from tandem.run import lease as module
-from tandem.run.lease import claim, refuse_if_owned
+from tandem.run.lease import acquire, refuse_if_owned
 from tandem.run.owner import LeaseRecord, Token, fence
 
 HOLD = program_text("owner_hold")
@@ -76,7 +76,7 @@ def elsewhere(run: Path, **more: Any) -> None:
 def test_a_second_launch_is_refused_in_one_line_until_the_first_has_ended(run: Path, hold: Hold) -> None:
     first = hold(run)
     with pytest.raises(ConfigError) as refused:
-        claim(run)
+        acquire(run)
     line = str(refused.value)
     assert f"process {first.pid} on {os.uname().nodename}, started 20" in line and f"kill {first.pid}" in line
     assert "another --run-dir" in line and "\n" not in line
@@ -85,7 +85,7 @@ def test_a_second_launch_is_refused_in_one_line_until_the_first_has_ended(run: P
     assert first.communicate("\n", timeout=20) and first.returncode == 0
     refuse_if_owned(run)
     assert not run.exists(), "a launch that has written nothing leaves nothing"
-    claim(run).close()
+    acquire(run).close()
 
 
 def test_a_killed_owner_is_taken_over_with_a_line(
@@ -95,12 +95,12 @@ def test_a_killed_owner_is_taken_over_with_a_line(
     first.kill()
     first.wait(20)
     with caplog.at_level("INFO"):
-        mine = claim(run)
+        mine = acquire(run)
     (line,) = (record.getMessage() for record in caplog.records)
     assert f"taking {run} over from process {first.pid}" in line and "which has exited" in line
     assert mine.token is not None and mine.token.number == 2
     mine.close()
-    again = claim(run)
+    again = acquire(run)
     assert again.token is not None and again.token.number == 3, "a number is never given twice"
     again.close()
     assert len(caplog.records) == 1, "one that has ended as it should needs no line"
@@ -113,9 +113,9 @@ def test_a_frozen_owner_loses_the_run_and_publishes_nothing_when_it_comes_back(
     token = Token(1, the_note(run).word)
     first.send_signal(signal.SIGSTOP)
     with pytest.raises(ConfigError):
-        claim(run)
+        acquire(run)
     monkeypatch.setattr(module, "OWNER_EXPIRY_SECONDS", 0.0)
-    mine = claim(run)
+    mine = acquire(run)
     monkeypatch.undo()
     store = CheckpointStore(run / "checkpoints", fence(run, mine.token))
     store.save(1, b"mine", {})
@@ -148,7 +148,7 @@ def test_a_step_published_between_two_looks_is_withdrawn(run: Path) -> None:
 
 
 def test_the_writer_ends_the_run_and_prunes_nothing(run: Path) -> None:
-    mine = claim(run)
+    mine = acquire(run)
     store = CheckpointStore(run / "checkpoints", fence(run, mine.token))
     for step in range(1, 4):
         store.save(step, b"x", {})
@@ -165,14 +165,14 @@ def test_the_writer_ends_the_run_and_prunes_nothing(run: Path) -> None:
 
 def test_the_owner_hears_that_it_was_taken_over(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "OWNER_RENEW_SECONDS", 0.02)
-    mine = claim(run)
+    mine = acquire(run)
     until(lambda: the_note(run).renewals > 2)
     mine.check()
     notes_at(run / "owner").create(2, replace(the_note(run), word="other", host="far").render())
     until(lambda: bool(mine.lost))
     with pytest.raises(RunTakenError, match="on far"):
         mine.check()
-    assert not mine.look()
+    assert not mine.confirm_ownership()
     mine.close()
     assert the_note(run).word == "other" and not the_note(run).is_over
 
@@ -198,12 +198,12 @@ def test_elsewhere_an_owner_lives_while_it_renews_its_note(
     thread = threading.Thread(target=renew)
     thread.start()
     with pytest.raises(ConfigError, match="process .* on far"):
-        claim(run, should_stop=lambda: bool(begun.set()))
+        acquire(run, should_stop=lambda: bool(begun.set()))
     thread.join()
     with pytest.raises(StoppedError):
-        claim(run, should_stop=lambda: True)
+        acquire(run, should_stop=lambda: True)
     monkeypatch.setattr(module, "OWNER_EXPIRY_SECONDS", 0.5)
-    mine = claim(run)
+    mine = acquire(run)
     assert mine.token is not None and mine.token.number == 2
     mine.close()
 
@@ -211,7 +211,7 @@ def test_elsewhere_an_owner_lives_while_it_renews_its_note(
 def test_one_that_says_that_it_is_over_is_not_waited_for(run: Path, hold: Hold) -> None:
     hold(run).kill()
     elsewhere(run)
-    mine = claim(run, should_stop=lambda: change(run, is_over=True) is not None)
+    mine = acquire(run, should_stop=lambda: change(run, is_over=True) is not None)
     assert mine.token is not None
     mine.close()
 
@@ -219,7 +219,7 @@ def test_one_that_says_that_it_is_over_is_not_waited_for(run: Path, hold: Hold) 
 def test_the_same_job_started_again_elsewhere_does_not_wait(run: Path, hold: Hold) -> None:
     hold(run).kill()
     elsewhere(run)
-    mine = claim(run, "a job", should_stop=lambda: pytest.fail("it waits"))
+    mine = acquire(run, "a job", should_stop=lambda: pytest.fail("it waits"))
     assert mine.token is not None
     mine.close()
 
@@ -227,7 +227,7 @@ def test_the_same_job_started_again_elsewhere_does_not_wait(run: Path, hold: Hol
 def test_a_machine_that_was_started_again_has_no_owners_of_before(run: Path, hold: Hold) -> None:
     hold(run).kill()
     change(run, boot="earlier", machine="m")
-    here = replace(LeaseRecord.mine(""), machine="m")
+    here = replace(LeaseRecord.for_this_process(""), machine="m")
     assert the_note(run).is_seen_from(here) and the_note(run).is_gone(here)
     assert not the_note(run).is_seen_from(replace(here, host="another of that image"))
 
@@ -245,12 +245,12 @@ def test_a_job_is_the_same_where_its_platform_starts_it_once() -> None:
 
 
 def test_a_process_of_the_owners_own_writes_on_its_behalf(run: Path) -> None:
-    mine = claim(run)
-    code = "import sys; from pathlib import Path; from tandem.run.lease import claim\n"
-    code += "lent = claim(Path(sys.argv[1])); print(lent.token.number); lent.close()"
+    mine = acquire(run)
+    code = "import sys; from pathlib import Path; from tandem.run.lease import acquire\n"
+    code += "lent = acquire(Path(sys.argv[1])); print(lent.token.number); lent.close()"
     result = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True)
     assert result.stdout.strip() == "1", result.stderr
-    assert mine.look() and not the_note(run).is_over
+    assert mine.confirm_ownership() and not the_note(run).is_over
     mine.close()
 
 
@@ -263,17 +263,17 @@ def test_what_is_no_note_is_watched_and_then_replaced(
     run: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | str
 ) -> None:
     if isinstance(content, str):
-        content = json.dumps({**asdict(LeaseRecord.mine("")), "renewed": "soon"}).encode()
+        content = json.dumps({**asdict(LeaseRecord.for_this_process("")), "renewed": "soon"}).encode()
     (run / "owner").mkdir(parents=True)
     (run / "owner" / "000000003").write_bytes(content)
     monkeypatch.setattr(module, "OWNER_EXPIRY_SECONDS", 0.1)
-    mine = claim(run)
+    mine = acquire(run)
     assert mine.token is not None and mine.token.number == 4
     mine.close()
 
 
 def test_a_note_that_somebody_removes_is_written_anew(run: Path) -> None:
-    mine = claim(run)
+    mine = acquire(run)
     (run / "owner" / "000000001").unlink()
     (run / "owner").rmdir()
     fence(run, mine.token)()
@@ -287,7 +287,7 @@ def test_of_many_at_once_one_gets_it(run: Path) -> None:
     def one() -> None:
         together.wait()
         notes = FolderNotes(run / "owner")
-        note = LeaseRecord.mine("")
+        note = LeaseRecord.for_this_process("")
         (got if notes.create(1, note.render()) else refused).append(note.word)
 
     threads = [threading.Thread(target=one) for _ in range(8)]
@@ -312,8 +312,8 @@ def test_without_hard_links_a_note_is_made_all_the_same(run: Path, monkeypatch: 
 
 def test_a_volume_that_cannot_be_written_to_is_a_matter_of_who_has_to(run: Path, tmp_path: Path) -> None:
     tmp_path.joinpath("file").write_text("")
-    mine = claim(tmp_path / "file" / "run")
-    assert mine.token is None and mine.problem is not None and mine.look()
+    mine = acquire(tmp_path / "file" / "run")
+    assert mine.token is None and mine.problem is not None and mine.confirm_ownership()
     fence(run, mine.token)()
     mine.close()
 
@@ -321,7 +321,7 @@ def test_a_volume_that_cannot_be_written_to_is_a_matter_of_who_has_to(run: Path,
 def test_a_volume_that_fails_for_a_moment_is_a_failed_save(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine = claim(run)
+    mine = acquire(run)
     store = CheckpointStore(run / "checkpoints", fence(run, mine.token))
 
     def fail(*_: object) -> bytes:
@@ -331,7 +331,7 @@ def test_a_volume_that_fails_for_a_moment_is_a_failed_save(
         patched.setattr(FolderNotes, "read", fail)
         with pytest.raises(CheckpointError, match="Input/output error"):
             store.save(1, b"x", {})
-        assert mine.look(), "nobody knows better"
+        assert mine.confirm_ownership(), "nobody knows better"
     assert store.steps() == []
     store.save(1, b"x", {})
     mine.close()

@@ -13,7 +13,7 @@ from tandem.config import Given, Settings, resolve
 from tandem.distributed.position import Position
 from tandem.errors import ConfigError
 from tandem.launch.misplaced_flags import hint
-from tandem.launch.program import check, is_own_loop, split, to_verify
+from tandem.launch.program_arguments import check, is_own_loop, split, to_verify
 from tandem.script.environment import variables
 from tandem.script.execute import code_of
 from tandem.script.job import Job, Program
@@ -160,7 +160,7 @@ def test_a_cause_names_rank_node_and_last_words(tmp_path: Path) -> None:
     assert last_words(error, log)[-1] == "KeyError: 'x'"
     error.write_text(json.dumps({"message": {"extraInfo": {"py_callstack": "a\nValueError: my bug\n"}}}))
     cause = Cause(1, 1, "node-1", 1, last_words(error, log))
-    assert cause.told() == "rank 1 on node 1 (node-1) ended with 1:\n  a\n  ValueError: my bug"
+    assert cause.with_traceback() == "rank 1 on node 1 (node-1) ended with 1:\n  a\n  ValueError: my bug"
     assert Cause.from_json(cause.to_json()) == cause
     assert str(Cause(1, 1, "node-1", 137)) == "rank 1 on node 1 (node-1) was killed (SIGKILL)"
 
@@ -178,7 +178,7 @@ def test_what_is_no_cause_is_a_value_error(text: str | bytes) -> None:
 
 def test_a_cause_is_shown_without_what_a_terminal_would_obey() -> None:
     there = Cause(0, 1, "b\x1b[2J", 1, ("a\x1b]0;x\x07", "b" * 5000))
-    assert not set("\x1b\x07") & set(found := Cause.from_json(there.to_json()).told()), found
+    assert not set("\x1b\x07") & set(found := Cause.from_json(there.to_json()).with_traceback()), found
     assert len(found) < 1200
 
 

@@ -9,7 +9,7 @@ from tandem.config import Given, Settings
 from tandem.config.task_names import is_script
 from tandem.errors import ConfigError
 from tandem.launch.eval_command import settings_of
-from tandem.launch.script import said_by_rank_0
+from tandem.launch.script_process import only_rank_0_reports
 from tandem.platforms.environment import Placement
 from tandem.telemetry.progress import Progress
 from tandem.verify.outcome import Outcome, difference
@@ -40,8 +40,8 @@ def test_the_value_that_differs_is_named() -> None:
 
 
 def test_a_mistake_that_all_ranks_find_is_printed_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.launch.script.BLAME_SECONDS", 0.0)
+    monkeypatch.setattr("tandem.launch.script_process.BLAME_SECONDS", 0.0)
     for rank, raised in ((0, ConfigError), (None, ConfigError), (1, SystemExit)):
         placement = Placement("torchrun", 1, 0, 2, "localhost", 29500, rank=rank)
-        with pytest.raises(raised), said_by_rank_0(placement):
+        with pytest.raises(raised), only_rank_0_reports(placement):
             raise ConfigError("no run directory is set")

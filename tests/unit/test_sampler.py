@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.data.batch_shares import equal_shares, places
+from tandem.data.batch_shares import equal_shares, slice_of
 from tandem.data.sampler import GlobalOrder, TrainBatches
 from tandem.data.seeds import derive_seed, derive_seeds
 from tandem.errors import ConfigError
@@ -70,7 +70,7 @@ def test_micro_batches_match_over_ranks_and_are_never_empty(order: GlobalOrder, 
 def test_shares_differ_by_at_most_one(n: int, world_size: int) -> None:
     world_size = min(n, world_size)
     sizes = equal_shares(n, world_size)
-    parts = [torch.arange(n)[places(sizes, rank)] for rank in range(world_size)]
+    parts = [torch.arange(n)[slice_of(sizes, rank)] for rank in range(world_size)]
     assert parts[0].tolist() == list(range(0, n, world_size))  # as in runs before there were shares
     assert [len(part) for part in parts] == list(sizes) and max(sizes) - min(sizes) <= 1
     assert sorted(torch.cat(parts).tolist()) == list(range(n))

@@ -12,7 +12,7 @@ import pytest
 
 from patience import patient
 from program_files import program_text
-from tandem.launch.sessions import ask, has_handler
+from tandem.launch.sessions import has_handler, signal_session
 
 HEARS = program_text("sessions_hears")
 ABOVE = program_text("sessions_above")
@@ -55,7 +55,7 @@ def session(tmp_path: Path) -> Iterator[Session]:
 def test_all_that_know_it_hear_it_and_their_helpers_serve_on(session: Session) -> None:
     leader = session.start(TERM, TERM)
     assert has_handler(leader, signal.SIGTERM) and not has_handler(leader, signal.SIGUSR1)
-    assert len(ask(leader, signal.SIGTERM)) == 2
+    assert len(signal_session(leader, signal.SIGTERM)) == 2
     session.until(f"above-{TERM}", f"below-{TERM}")
     session.started[0].send_signal(0)
     helpers = [each for each in _children(leader) if not has_handler(each, signal.SIGTERM)]
@@ -64,7 +64,7 @@ def test_all_that_know_it_hear_it_and_their_helpers_serve_on(session: Session) -
 
 def test_a_wrapper_without_a_handler_ends_and_its_program_hears(session: Session) -> None:
     leader = session.start(UNKNOWN, TERM)
-    (hears,) = ask(leader, signal.SIGTERM)
+    (hears,) = signal_session(leader, signal.SIGTERM)
     session.until(f"below-{TERM}")
     assert session.started[0].wait(patient(30)) == -signal.SIGTERM
     os.kill(hears, 0)
@@ -72,7 +72,7 @@ def test_a_wrapper_without_a_handler_ends_and_its_program_hears(session: Session
 
 def test_sigusr1_is_sigterm_to_who_does_not_know_it(session: Session) -> None:
     leader = session.start(TERM, USR1)
-    assert len(ask(leader, signal.SIGUSR1)) == 2
+    assert len(signal_session(leader, signal.SIGUSR1)) == 2
     session.until(f"above-{TERM}", f"below-{USR1}")
     assert session.heard() == {f"above-{TERM}", f"below-{USR1}"}
 

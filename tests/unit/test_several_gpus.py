@@ -29,7 +29,7 @@ def test_ddp_leaves_each_part_of_a_model_where_it_is(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ddp, "DistributedDataParallel", lambda module, **_: wrapped.append(module))
     strategy = ddp.DDPStrategy(ProcessGroup(Position(), CPU, (CPU, CPU)), ExchangeConfig(), ComputeConfig())
     model = Stages()
-    strategy.spread(model)
+    strategy.shard(model)
     strategy.wrap(model, 4)
     assert {str(p.device) for p in model.first.parameters()} == {"cpu"}
     assert {str(p.device) for p in model.second.parameters()} == {"meta"}

@@ -17,7 +17,7 @@ from tandem.data.batch_shares import (
     equal_shares,
     fits,
     given_shares,
-    places,
+    slice_of,
 )
 from tandem.data.sampler import GlobalOrder, TrainBatches
 from tandem.data.source import BatchReader
@@ -75,8 +75,8 @@ def test_ranks_share_out_the_global_batch_in_micro_batches_that_match(
 def test_the_shares_of_three_to_one() -> None:
     assert given_shares("3:1", 64, 2) == (48, 16)
     assert given_shares("1.5:0.5:1", 64, 3, 16) == (32, 11, 21)
-    assert places((48, 16), 0) == slice(0, 48) and places((48, 16), 1) == slice(48, 64)
-    assert given_shares("2:2", 64, 2) == equal_shares(64, 2) and places((32, 32), 1) == slice(1, None, 2)
+    assert slice_of((48, 16), 0) == slice(0, 48) and slice_of((48, 16), 1) == slice(48, 64)
+    assert given_shares("2:2", 64, 2) == equal_shares(64, 2) and slice_of((32, 32), 1) == slice(1, None, 2)
 
 
 @pytest.mark.parametrize(

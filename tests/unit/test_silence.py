@@ -12,8 +12,8 @@ from functools import partial
 
 import pytest
 
-from tandem.log import make_way, setup
-from tandem.slow_start import still as still_for
+from tandem.log import setup, wrap_terminal_lines
+from tandem.slow_start import log_if_slow as still_for
 
 log = logging.getLogger("tandem.run")
 still = partial(still_for, silence=0.3, soon=0.1)
@@ -65,7 +65,7 @@ def test_a_bar_is_news_and_who_has_no_terminal_says_nothing(terminal: io.StringI
     def way() -> Iterator[None]:
         yield
 
-    make_way(way)
+    wrap_terminal_lines(way)
     with still("in the first steps"):
         time.sleep(0.6)
     assert terminal.getvalue() == ""

@@ -49,8 +49,8 @@ def test_one_line_for_each(
     tmp_path: Path, programs: dict[str, str], variables: dict[str, str], name: str, state: str, key: str
 ) -> None:
     [finding] = found(tmp_path, programs, **variables)
-    assert (finding.name, finding.state) == (name, state) and key in finding.said, finding
-    assert bool(finding.remedy) == (state == "warn") and "\n" not in finding.said
+    assert (finding.name, finding.state) == (name, state) and key in finding.text, finding
+    assert bool(finding.remedy) == (state == "warn") and "\n" not in finding.text
 
 
 def test_without_namespaces_a_setuid_installation_is_needed(

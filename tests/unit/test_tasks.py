@@ -216,7 +216,7 @@ def test_cifar10_without_files_says_how_to_get_them(tmp_path: Path) -> None:
         load("cifar10", tmp_path).build_datasets()
 
 
-def test_cifar10_network_takes_colour_pictures() -> None:
+def test_cifar10_network_takes_color_pictures() -> None:
     assert load("cifar10", width="4").build_model()(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
 
 

@@ -79,13 +79,13 @@ def test_lines_and_one_bar_stay(before: str, columns: int) -> None:
     assert re.fullmatch(LINE + "the end", seen[3])
 
 
-def test_colour_is_there_unless_it_is_not_wanted() -> None:
+def test_color_is_there_unless_it_is_not_wanted() -> None:
     pytest.importorskip("rich")
-    colour = re.compile(r"\x1b\[(?:[0-9;]*;)?(?:3[0-9]|9[0-7]|38;[0-9;]*)m")
+    color = re.compile(r"\x1b\[(?:[0-9;]*;)?(?:3[0-9]|9[0-7]|38;[0-9;]*)m")
     shown = on_a_terminal(TRAINS, 80)
-    assert colour.search(shown) and "\x1b[33m" in shown, "a warning is yellow"
+    assert color.search(shown) and "\x1b[33m" in shown, "a warning is yellow"
     plain = on_a_terminal(TRAINS, 80, NO_COLOR="1")
-    assert not colour.search(plain) and "100%" in plain
+    assert not color.search(plain) and "100%" in plain
 
 
 def test_a_terminal_that_knows_nothing_gets_plain_lines() -> None:
@@ -94,7 +94,7 @@ def test_a_terminal_that_knows_nothing_gets_plain_lines() -> None:
 
 
 @pytest.mark.parametrize("variables", [{}, {"FORCE_COLOR": "1"}])
-def test_off_a_terminal_there_is_neither_bar_nor_colour(variables: dict[str, str]) -> None:
+def test_off_a_terminal_there_is_neither_bar_nor_color(variables: dict[str, str]) -> None:
     environ = {**os.environ, "PYTHONPATH": str(SOURCE), "TERM": "xterm-256color", **variables}
     ended = subprocess.run(
         [sys.executable, "-c", TRAINS], capture_output=True, text=True, env=environ, timeout=patient(60)

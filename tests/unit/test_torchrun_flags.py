@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tandem.errors import ConfigError
-from tandem.launch.program import split
+from tandem.launch.program_arguments import split
 from tandem.launch.torchrun_flags import translated
 
 SLURM = {

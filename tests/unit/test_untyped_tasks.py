@@ -12,7 +12,7 @@ from patience import patient
 from tandem.checkpoint.store import CheckpointStore
 from tandem.cli import run
 from tandem.config import Settings, resolve
-from tandem.config.task_names import code_of, untyped
+from tandem.config.task_names import code_of, untyped_task_note
 from tandem.errors import ConfigError, TandemError
 
 TASK = """
@@ -119,7 +119,7 @@ def loaded_task(text: str, file: str = ".env", environ: Mapping[str, str] | None
     Path(file).parent.mkdir(exist_ok=True)
     Path(file).write_text(text)
     given = {"TANDEM_CONFIG": file} if file != ".env" else {}
-    return untyped(resolve({}, {**given, **(environ or {})}))
+    return untyped_task_note(resolve({}, {**given, **(environ or {})}))
 
 
 def test_a_file_that_names_a_launch_s_task_is_told(tmp_path: Path, marker: Path) -> None:

@@ -128,8 +128,8 @@ def test_an_agent_that_is_silent_while_ranks_get_on_is_no_hang() -> None:
     heard = Heartbeat(0, 7, "train", "backward", 0.0, 1800.0, 10.0, trained=True, waiting=False)
     remote = replace(WELL, rank=1, node=1)
     dog._nodes[1] = watchdog._Heard([remote], 1, running_clock.now() - 30)
-    dog.hear(heard)
-    dog.hear(replace(heard, step=8))
+    dog.record_heartbeat(heard)
+    dog.record_heartbeat(replace(heard, step=8))
     dog._look(running_clock.now())
     assert dog.alarm is None and dog._unheard == {1}
     dog._look(running_clock.now() + 11)
@@ -145,8 +145,8 @@ def test_a_node_that_cannot_reach_node_0_keeps_its_connections_while_its_ranks_g
     dog.begin_generation("generation/1", {1: os.getpid()}, range(2))
     dog._last_exchange = running_clock.now() - 30
     heard = Heartbeat(1, 7, "train", "backward", 0.0, 1800.0, 10.0, trained=True, waiting=False)
-    dog.hear(heard)
-    dog.hear(replace(heard, step=8))
+    dog.record_heartbeat(heard)
+    dog.record_heartbeat(replace(heard, step=8))
     dog._look(running_clock.now())
     assert cut == [] and dog._unheard == {0}
     dog._look(running_clock.now() + 11)
@@ -175,8 +175,8 @@ def test_two_nodes_agree_on_a_hang_and_node_0_shows_what_node_1_knows() -> None:
         for node, dog in enumerate(dogs):
             dog.start()
             dog.begin_generation("world/a", {node: os.getpid()}, [0, 1])
-        dogs[0].hear(heard)
-        dogs[1].hear(replace(heard, rank=1, phase="data", quiet=61.0, waiting=False))
+        dogs[0].record_heartbeat(heard)
+        dogs[1].record_heartbeat(replace(heard, rank=1, phase="data", quiet=61.0, waiting=False))
         for dog in dogs:
             wait_until(lambda dog=dog: dog.alarm)
             named = dog.alarm

@@ -103,7 +103,7 @@ def test_another_head_loads_all_but_the_head_and_says_so(
     assert "head.weight is (10, 8) in the file but (3, 8) in the model" in caplog.messages[-1]
     assert caplog.messages[1].endswith("and 3 more")
     with pytest.raises(ConfigError, match=r"67\.5%.*--init-strict requires all \(head\.weight is \(10, 8\)"):
-        Initial(initial.tensors, initial.place, True).load(single(), model)
+        Initial(initial.tensors, initial.source, True).load(single(), model)
 
 
 def test_a_hundred_percent_is_all(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ from tandem.platforms.placement import Placement
 from tandem.run.directory import RunDir
 from tandem.script.job import Program
 from tandem.signals import StopFlag
-from tandem.work.base import NOTHING, SAVED, TRAINED, GenerationEnd, Workload, gpu_of, nothing_of
+from tandem.work.base import NOTHING, SAVED, TRAINED, GenerationEnd, Workload, any_rank, gpu_index
 from tandem.work.program import ProgramWork
 from tandem.work.root_cause import Cause
 from tandem.work.task import TaskWork
@@ -118,8 +118,8 @@ def test_what_is_restarted(tmp_path: Path) -> None:
 
 
 def test_standby_processes_fit_their_rank(tmp_path: Path) -> None:
-    assert task(tmp_path).standby_key is nothing_of
-    assert task(tmp_path, warm_gpu=True).standby_key is gpu_of
+    assert task(tmp_path).standby_key is any_rank
+    assert task(tmp_path, warm_gpu=True).standby_key is gpu_index
     assert program(tmp_path).standby_key(at(1, 2)) == (1, 1, 2, 2)
     # A new interpreter drops what was imported.
     assert program(tmp_path).preload == ["tandem.launch.preload", "tandem.script.rank"]

@@ -79,7 +79,7 @@ def decide_resume(settings: Settings, store: CheckpointStore) -> ResumeDecision:
         return ResumeDecision("fresh", moved_to=store.move_aside())
     if settings.checkpoint.resume not in ("auto", "required"):
         return _from_path(settings, store)
-    found = store.newest(lambda step: _look(settings, store, step), say_damaged)
+    found = store.newest(lambda step: _look(settings, store, step), warn_damaged)
     if found is not None:
         return _begin_at(*found, needed=settings.checkpoint.resume == "required")
     if settings.checkpoint.resume == "required":
@@ -95,20 +95,20 @@ def nothing_valid(directory: PurePath) -> str:
     )
 
 
-def say_damaged(step: int, problem: str) -> None:
+def warn_damaged(step: int, problem: str) -> None:
     """Log a one-line warning about a damaged checkpoint that is skipped."""
     log.warning("checkpoint step %d is damaged (%s): falling back to the previous one", step, problem)
 
 
 def _from_path(settings: Settings, store: CheckpointStore) -> ResumeDecision:
-    here = store.newest(store.info, say_damaged, quarantine=False)
+    here = store.newest(store.info, warn_damaged, quarantine=False)
     if here is not None and _is_same_command(here[1], settings):
         decision = _begin_at(here[0], _look(settings, store, here[0]), needed=True)
-        said = f"resuming from step {here[0]} of this run, which the same --resume has already reached"
+        note = f"resuming from step {here[0]} of this run, which the same --resume has already reached"
         # PATH may be gone by now. This run has its own checkpoint and needs PATH only as a fallback.
         with suppress(ConfigError):
             decision = replace(decision, elsewhere=_candidates(*locate(settings.checkpoint.resume)))
-        return replace(decision, changes=(*decision.changes, said))
+        return replace(decision, changes=(*decision.changes, note))
     there, only = locate(settings.checkpoint.resume)
     same_line = _resolved(there.directory) == _resolved(store.directory)
     whole = same_line or bool(store.steps())  # move nothing for a state that turns out to be damaged
@@ -116,7 +116,7 @@ def _from_path(settings: Settings, store: CheckpointStore) -> ResumeDecision:
         step, looked = only, _look(settings, there, only, whole)
     else:
         # PATH may be another run, which is only read, so nothing is quarantined there.
-        found = there.newest(lambda step: _look(settings, there, step, whole), say_damaged, quarantine=False)
+        found = there.newest(lambda step: _look(settings, there, step, whole), warn_damaged, quarantine=False)
         if found is None:
             raise ConfigError(nothing_valid(there.directory))
         step, looked = found
@@ -180,7 +180,7 @@ def _check_fingerprint(settings: Settings, info: Mapping[str, Any], path: PurePa
     known = old.keys() & new.keys()
     was, now = (_flat({key: values[key] for key in known}) for values in (old, new))
     differing = [
-        f"{key} was {_told(key, was)} and is {_told(key, now)} now"
+        f"{key} was {_shown_value(key, was)} and is {_shown_value(key, now)} now"
         for key in sorted(was.keys() | now.keys())
         if was.get(key) != now.get(key)
     ]
@@ -190,7 +190,7 @@ def _check_fingerprint(settings: Settings, info: Mapping[str, Any], path: PurePa
             "another --run-dir or --resume never"
         )
     return [
-        f"{key} is {_told(key, {**new, **old})!r}; not compared, because the version of tandem that "
+        f"{key} is {_shown_value(key, {**new, **old})!r}; not compared, because the version of tandem that "
         f"{'is running' if key in old else 'saved the checkpoint'} does not have this setting"
         for key in sorted((old.keys() - settings.to_dict().keys()) | (new.keys() - old.keys()))
     ]
@@ -203,14 +203,14 @@ def _changes(info: Mapping[str, Any], settings: Settings) -> list[str]:
     no_matter = {"resume", "master", "node_rank", "on_data_change"}
     same = {*settings.fingerprint_fields(), *no_matter}
     return [
-        f"{key} was {_given(_told(key, old))} and is {_given(_told(key, new))} now"
+        f"{key} was {_given(_shown_value(key, old))} and is {_given(_shown_value(key, new))} now"
         + (" (the last bits of the weights may differ)" if key in BITS_MAY_DIFFER else "")
         for key in new
         if key not in same and old.get(key) != new[key]
     ]
 
 
-def _told(name: str, values: Mapping[str, Any]) -> object:
+def _shown_value(name: str, values: Mapping[str, Any]) -> object:
     """Return a setting's value for a message, without secrets: more people see logs than checkpoints."""
     return hidden(values[name], is_named=is_secret(name), is_setting=True) if name in values else "not set"
 

@@ -58,10 +58,10 @@ def unflatten(skeleton: Mapping[Any, Any], tensors: Iterable[Tensor]) -> dict[An
     return {key: _mapped(value, put) for key, value in skeleton.items()}
 
 
-def homes_by_place(skeleton: Mapping[Any, Any], homes: Mapping[str, Tensor]) -> dict[int, Tensor]:
+def homes_by_index(skeleton: Mapping[Any, Any], homes: Mapping[str, Tensor]) -> dict[int, Tensor]:
     """Return {index of a model tensor in the skeleton: the tensor in `homes` with the same name}."""
-    places = unflatten(skeleton, count())  # type: ignore[arg-type]  # indices in place of tensors
-    model = places.get("model", {})
+    indices = unflatten(skeleton, count())  # type: ignore[arg-type]  # indices in place of tensors
+    model = indices.get("model", {})
     here = [name for name in model if skeleton["model"][name] is HERE_WAS_A_TENSOR and name in homes]
     return {model[name]: homes[name] for name in here}
 

@@ -111,8 +111,8 @@ def table(rows: list[CheckpointRow], store: CheckpointStore) -> str:
     )
     lines += [printable(f"step {row.step}: {row.problem}", LONGEST_LINE) for row in rows if row.problem]
     if aside := store.set_aside():
-        said = f"damaged checkpoints were set aside; inspect or delete them: {', '.join(aside)}"
-        lines.append(printable(said, LONGEST_LINE))
+        note = f"damaged checkpoints were set aside; inspect or delete them: {', '.join(aside)}"
+        lines.append(printable(note, LONGEST_LINE))
     return "\n".join(lines)
 
 
@@ -146,9 +146,9 @@ def _line(cells: tuple[str, ...], widths: list[int]) -> str:
 
 def scores_in_words(scores: Scores) -> str:
     """`accuracy 0.98, loss 0.061`: at most MOST_SCORES scores."""
-    told = [f"{name} {value:.4g}" for name, value in sorted(scores.items())]
-    more = [f"{len(told) - MOST_SCORES} more"] if len(told) > MOST_SCORES else []
-    return ", ".join(told[:MOST_SCORES] + more)
+    words = [f"{name} {value:.4g}" for name, value in sorted(scores.items())]
+    more = [f"{len(words) - MOST_SCORES} more"] if len(words) > MOST_SCORES else []
+    return ", ".join(words[:MOST_SCORES] + more)
 
 
 def age_in_words(seconds: float) -> str:

@@ -58,8 +58,8 @@ def _populate(memory: mmap.mmap) -> None:
     heartbeats; ctypes releases the lock. An older kernel does not know this call (EINVAL), so each first
     write to a page faults there.
     """
-    place = (ctypes.c_char * len(memory)).from_buffer(memory)
-    address = ctypes.c_void_p(ctypes.addressof(place))
+    buffer = (ctypes.c_char * len(memory)).from_buffer(memory)
+    address = ctypes.c_void_p(ctypes.addressof(buffer))
     size = ctypes.c_size_t(len(memory))
     # EFAULT means that an access would cause a SIGBUS (see madvise(2)).
     if _libc.madvise(address, size, POPULATE_WRITE) and ctypes.get_errno() in (errno.ENOMEM, errno.EFAULT):

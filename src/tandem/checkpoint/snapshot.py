@@ -274,15 +274,15 @@ def whole_slots(regions: Sequence[NodeMemory]) -> dict[int, int]:
 def read_slot(regions: Sequence[NodeMemory], step: int, slot: int) -> Snapshot:
     """Return the snapshot of `step` in `slot`, under the same conditions as `newest_snapshot`."""
     memories = [region.map(region.size()) for region in regions]
-    places = [GEOMETRY.unpack_from(memory, GEOMETRY_AT) for memory in memories]
-    starts = [_slot_start(slot, slot_bytes) for _, slot_bytes in places]
-    skeleton, forms, own = _said(memories[0], starts[0])
+    geometries = [GEOMETRY.unpack_from(memory, GEOMETRY_AT) for memory in memories]
+    starts = [_slot_start(slot, slot_bytes) for _, slot_bytes in geometries]
+    skeleton, forms, own = _header(memories[0], starts[0])
     tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in forms]
     layout = Layout.of(forms, own, len(regions))
     for rank, memory in enumerate(memories):
         raw = torch.frombuffer(memory, dtype=torch.uint8)
         for index, first, count, offset in layout.part(rank):
-            source = _typed(raw, starts[rank] + places[rank][0] + offset, forms[index][0], count)
+            source = _typed(raw, starts[rank] + geometries[rank][0] + offset, forms[index][0], count)
             tensors[index].reshape(-1)[first : first + count].copy_(source)
     return Snapshot(step, restored(unflatten(skeleton, tensors)), slot)
 
@@ -291,11 +291,11 @@ def skeleton_in(region: NodeMemory, slot: int) -> dict[Any, Any]:
     """Return the skeleton of the snapshot in `slot`, without tensors, from a node's first region."""
     memory = region.map(region.size())
     _, slot_bytes = GEOMETRY.unpack_from(memory, GEOMETRY_AT)
-    skeleton: dict[Any, Any] = _said(memory, _slot_start(slot, slot_bytes))[0]
+    skeleton: dict[Any, Any] = _header(memory, _slot_start(slot, slot_bytes))[0]
     return skeleton
 
 
-def _said(memory: mmap.mmap, start: int) -> Any:
+def _header(memory: mmap.mmap, start: int) -> Any:
     """Return (skeleton, tensor forms, indices of rank 0's tensors) of the slot that begins at `start`."""
     (length,) = LENGTH.unpack_from(memory, start)
     return marshal.loads(memory[start + LENGTH.size : start + LENGTH.size + length])

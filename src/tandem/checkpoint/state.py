@@ -14,7 +14,7 @@ from typing import IO, Any, TypeGuard
 import torch
 from torch import Tensor
 
-from tandem.checkpoint.flatten import flatten, homes_by_place, unflatten
+from tandem.checkpoint.flatten import flatten, homes_by_index, unflatten
 from tandem.checkpoint.plain import DEEPEST, restored, shown, unusual
 from tandem.errors import UnloadableError, text_of
 
@@ -91,13 +91,13 @@ def deserialize_file(path: Path, homes: Mapping[str, Tensor]) -> dict[str, Any]:
     with path.open("rb") as file:
         _check_records(file, size)
     skeleton, tensors = flatten(_loaded(path, size))
-    there = homes_by_place(skeleton, homes)
-    for place, tensor in enumerate(tensors):
-        home = there.get(place)
+    there = homes_by_index(skeleton, homes)
+    for index, tensor in enumerate(tensors):
+        home = there.get(index)
         if has_form(home, tensor.dtype, tensor.shape):
-            tensors[place] = home.copy_(tensor)
+            tensors[index] = home.copy_(tensor)
         else:
-            tensors[place] = tensor.clone()
+            tensors[index] = tensor.clone()
     return _restored(unflatten(skeleton, tensors))
 
 

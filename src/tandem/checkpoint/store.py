@@ -28,7 +28,14 @@ from tandem.checkpoint.manifest import (
 )
 from tandem.checkpoint.retention import Retention, Scores, why_kept
 from tandem.checkpoint.storage import storage_at
-from tandem.checkpoint.storage.protocol import MANIFEST, STEP_NAME, Entries, Payload, StorageReader, unstale
+from tandem.checkpoint.storage.protocol import (
+    MANIFEST,
+    STEP_NAME,
+    Entries,
+    Payload,
+    StorageReader,
+    retry_stale,
+)
 from tandem.errors import CheckpointError, CorruptCheckpointError, RunTakenError, UnloadableError
 
 T = TypeVar("T")
@@ -122,9 +129,9 @@ class CheckpointStore:
 
         def sealed(files: Entries) -> bytes:
             # Before the fence, because `info` may wait for an evaluation and the run may be taken meanwhile.
-            told = info() if callable(info) else info
+            contents = info() if callable(info) else info
             self._fence()  # the state is written, but nothing is published yet
-            return render_manifest(step, files, told)
+            return render_manifest(step, files, contents)
 
         try:
             size = self._storage.commit(self.path(step), payload, sealed, step in self._ours)
@@ -282,7 +289,7 @@ class CheckpointStore:
 
         with translated(f"cannot read {path}"):
             try:
-                return unstale(once)
+                return retry_stale(once)
             except FileNotFoundError:
                 raise CorruptCheckpointError(f"{path} is missing") from None
             except OSError as error:

@@ -44,7 +44,7 @@ class Buffers:
         sources = list(distinct.values())
         on_gpu = any(source.is_cuda for source in sources)
         if [_form(home) for home in self._homes] != [_form(source) for source in sources]:
-            self._settle(sources, on_gpu)
+            self._allocate(sources, on_gpu)
         if sources:
             copy_all(self._homes, sources, non_blocking=True)
         # The copies are asynchronous; the next step would overwrite parameters that are still being read.
@@ -53,7 +53,7 @@ class Buffers:
         homes = dict(zip(distinct, self._homes, strict=True))
         return [homes[key] for key in keys]
 
-    def _settle(self, sources: list[Tensor], on_gpu: bool) -> None:
+    def _allocate(self, sources: list[Tensor], on_gpu: bool) -> None:
         self._pinned.release()
         if not on_gpu:
             self._homes = [torch.empty(source.shape, dtype=source.dtype) for source in sources]
@@ -147,11 +147,11 @@ class CheckpointWriter:
 
     def wait(self) -> None:
         """Wait until the save has finished; raise its error if that must end the run."""
-        self.settle()
+        self.join_quietly()
         if self._error is not None:
             raise self._error
 
-    def insist(self) -> None:
+    def retry_failed_save(self) -> None:
         """Write the last save again if it failed, until it succeeds. Raises as `save`.
 
         It is for the last step of a run, which has no later save.
@@ -162,7 +162,7 @@ class CheckpointWriter:
             self._write(*self._unsaved, time.monotonic(), 0.0)
             self.wait()
 
-    def settle(self) -> None:
+    def join_quietly(self) -> None:
         """Wait until the save has finished, successful or not."""
         if self._thread is not None:
             self._thread.join()
@@ -187,7 +187,7 @@ class CheckpointWriter:
             self.problem = ""
         except CheckpointError as error:
             size = None
-            # `insist` may need it. It refers to the buffers, so there is no second copy.
+            # `retry_failed_save` may need it. It refers to the buffers, so there is no second copy.
             self._unsaved = (step, state, info)
             self.problem = str(error)
             self._failed(step, error)

@@ -57,7 +57,7 @@ DOWN_AGAIN_SECONDS = 1.0
 METRICS_PORT = 19469
 
 
-def wanted(options: argparse.Namespace) -> Cluster:
+def cluster_of(options: argparse.Namespace) -> Cluster:
     """Return the cluster that the options of `up` describe; needs no engine. Raises ClusterError."""
     nodes = checked_nodes(options.nodes)
     LinkShape(options.rate, options.latency, options.loss).check()
@@ -69,7 +69,7 @@ def wanted(options: argparse.Namespace) -> Cluster:
 
 def up(options: argparse.Namespace) -> int:
     """Build if needed, start, follow, and return the job's code."""
-    cluster = wanted(options)
+    cluster = cluster_of(options)
     # Without monitoring.yaml, Compose would remove a running Prometheus as an orphan.
     cluster = replace(cluster, watched=cluster.watched or is_watched(options.project))
     shape = shape_of(cluster)
@@ -220,18 +220,18 @@ def show(logs: subprocess.Popen[bytes]) -> None:
 
 def metrics_containers(cluster: Cluster) -> list[str]:
     """Return the IDs of the forwarder's containers, usually one or none."""
-    mine = [f"label=com.docker.compose.{key}" for key in (f"project={cluster.project}", "service=metrics")]
-    return docker("ps", "-aq", "--no-trunc", "--filter", mine[0], "--filter", mine[1]).split()
+    labels = [f"label=com.docker.compose.{key}" for key in (f"project={cluster.project}", "service=metrics")]
+    return docker("ps", "-aq", "--no-trunc", "--filter", labels[0], "--filter", labels[1]).split()
 
 
-def remove_metrics(cluster: Cluster, mine: Sequence[str] | None = None) -> None:
-    """Remove the forwarder, which has nothing left to forward to; if `mine` is given, only those.
+def remove_metrics(cluster: Cluster, containers: Sequence[str] | None = None) -> None:
+    """Remove the forwarder, which has nothing left to forward to; if `containers` is given, only those.
 
     Another command may remove it at the same time. It is gone when this returns, whichever command removed
     it.
     """
     deadline = time.monotonic() + STOP_SECONDS
-    while found := [each for each in metrics_containers(cluster) if mine is None or each in mine]:
+    while found := [each for each in metrics_containers(cluster) if containers is None or each in containers]:
         docker("rm", "--force", *found, check=False)
         if time.monotonic() > deadline:
             raise ClusterError(f"container {found[0][:12]} cannot be removed; see docker ps -a")

@@ -89,7 +89,7 @@ def is_between_checkpoints(cluster: Cluster) -> bool:
     return len(saved) > 1 and (live_step(cluster) or 0) > saved[-1]
 
 
-def break_it(cluster: Cluster, name: str, index: int) -> ChaosRow:
+def inject_fault(cluster: Cluster, name: str, index: int) -> ChaosRow:
     """Inject the fault into the running cluster and wait for its documented outcome. Raises ClusterError."""
     fault = FAULTS[name]
     until(cluster, lambda: is_between_checkpoints(cluster), "step after two checkpoints", READY_SECONDS)
@@ -149,7 +149,7 @@ def table(project: str, image: str, index: int) -> int:
             cluster = own_cluster(project, image, f"{name}-{stamp}")
             start(cluster)
             try:
-                row = break_it(cluster, name, index)
+                row = inject_fault(cluster, name, index)
                 same = finish(cluster) == expected
                 print(f"{row}; weights {'as uninterrupted' if same else 'DIFFER'}", flush=True)
                 rows.append((row, "yes" if same else "NO"))
@@ -188,5 +188,5 @@ def chaos(options: argparse.Namespace) -> int:
     # Node 1 is only the default: a cluster of one node has none.
     if len(cluster.nodes()) <= index and not options.node:
         index = 0
-    print(break_it(cluster, options.fault, index), flush=True)
+    print(inject_fault(cluster, options.fault, index), flush=True)
     return 0

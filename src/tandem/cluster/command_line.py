@@ -25,7 +25,7 @@ class Action(NamedTuple):
 
 
 ACTIONS: Mapping[str, Action] = {
-    "up": Action(actions.up, actions.wanted),
+    "up": Action(actions.up, actions.cluster_of),
     "down": Action(actions.down),
     "ps": Action(actions.ps),
     "logs": Action(actions.logs),

@@ -92,8 +92,8 @@ def _bring(volume: str, image: str, run: str, folder: Path) -> int:
     """Return 0, CHANGED or NO_SUCH_RUN. Raises ClusterError and OSError."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Next to the target, because a rename is atomic only within one file system.
-    with tempfile.TemporaryDirectory(prefix=".compose-get-", dir=folder.parent) as place:
-        within = Path(place, "run")
+    with tempfile.TemporaryDirectory(prefix=".compose-get-", dir=folder.parent) as folder_beside:
+        within = Path(folder_beside, "run")
         within.mkdir()
         code = _copy(reader(volume, image, TAKE, run), within, f"run {run}", volume)
         if code != NO_SUCH_RUN:
@@ -110,17 +110,17 @@ def _copy(source: Sequence[str], folder: Path, what: str, volume: str) -> int:
         with subprocess.Popen(source, stdout=subprocess.PIPE, stderr=errors) as archive:
             unpacked = subprocess.run(unpack, stdin=archive.stdout, capture_output=True, text=True)
         errors.seek(0)
-        said = (errors.read().strip().splitlines() or ["no output"])[-1]
+        last_line = (errors.read().strip().splitlines() or ["no output"])[-1]
     code = archive.returncode
     # tar fails here as well, because its input is empty.
     if code == NO_SUCH_RUN:
         return code
     # A program that never started leaves tar an empty input, and its own error is the cause.
     if unpacked.returncode and code not in NOT_STARTED:
-        said = (unpacked.stderr.strip().splitlines() or ["no output"])[0]
-        raise ClusterError(f"{what} cannot be written into {folder.parents[1]}: {said}")
+        last_line = (unpacked.stderr.strip().splitlines() or ["no output"])[0]
+        raise ClusterError(f"{what} cannot be written into {folder.parents[1]}: {last_line}")
     if code not in (0, CHANGED):
-        raise ClusterError(f"{what} cannot be read from {volume}: {said}")
+        raise ClusterError(f"{what} cannot be read from {volume}: {last_line}")
     return code
 
 

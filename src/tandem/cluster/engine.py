@@ -97,7 +97,7 @@ def docker(
         raise ClusterError(f"`docker {' '.join(arguments[:3])}` took longer than {seconds:.0f} s") from None
     raise_if_gone(ended)
     if ended.returncode and check:
-        raise ClusterError(f"`docker {' '.join(arguments[:3])}` failed: {telling(ended)}")
+        raise ClusterError(f"`docker {' '.join(arguments[:3])}` failed: {best_error_line(ended)}")
     return ended.stdout
 
 
@@ -109,8 +109,8 @@ def code_of_removed(identity: str, created: str) -> int | None:
     """
     its = ("--filter", f"container={identity}", "--filter", "event=die")
     window = ("--since", created, "--until", f"{time.time():.9f}")
-    said = docker("events", *window, *its, "--format", "{{.Actor.Attributes.exitCode}}", check=False).split()
-    return int(said[-1]) if said and said[-1].isdigit() else None
+    codes = docker("events", *window, *its, "--format", "{{.Actor.Attributes.exitCode}}", check=False).split()
+    return int(codes[-1]) if codes and codes[-1].isdigit() else None
 
 
 def raise_if_gone(ended: subprocess.CompletedProcess[str]) -> None:
@@ -125,7 +125,7 @@ def raise_if_gone(ended: subprocess.CompletedProcess[str]) -> None:
             raise EngineGoneError
 
 
-def telling(ended: subprocess.CompletedProcess[str]) -> str:
+def best_error_line(ended: subprocess.CompletedProcess[str]) -> str:
     """Return the most informative line of a failed command's output."""
     lines = (ended.stderr or ended.stdout).strip().splitlines() or ["no output"]
     # The last line may be a hint, such as "See 'docker run --help'".
@@ -194,8 +194,13 @@ class Cluster:
     def found(cls, project: str) -> "Cluster":
         """Return the running cluster with its original variables. Raises ClusterError if there is none."""
         # -a, because scale and logs also work after the nodes have ended.
-        mine = ("--filter", f"label=com.docker.compose.project={project}", "--filter", f"label={VARIABLES}")
-        kept = docker("ps", "-a", *mine, "--format", f'{{{{.Label "{VARIABLES}"}}}}').splitlines()
+        filters = (
+            "--filter",
+            f"label=com.docker.compose.project={project}",
+            "--filter",
+            f"label={VARIABLES}",
+        )
+        kept = docker("ps", "-a", *filters, "--format", f'{{{{.Label "{VARIABLES}"}}}}').splitlines()
         if not kept or not kept[0]:
             raise ClusterError(f"there is no cluster {project} here; start one: make compose-up NODES=2")
         variables = json.loads(kept[0])
@@ -210,8 +215,8 @@ class Cluster:
         chosen = [word for name in files for word in ("-f", str(HERE / name))]
         chosen += ["-f", self.variables[OVERRIDE]] if OVERRIDE in self.variables else []
         # Compose would decide by its own output, which is a pipe.
-        colours = ["--ansi", "always" if sys.stdout.isatty() else "never"]
-        return ["compose", *colours, "-p", self.project, *dotenv, *chosen, *arguments]
+        colors = ["--ansi", "always" if sys.stdout.isatty() else "never"]
+        return ["compose", *colors, "-p", self.project, *dotenv, *chosen, *arguments]
 
     def environment(self) -> dict[str, str]:
         """Return the environment for compose.yaml: the caller's, overridden by this cluster's variables."""
@@ -243,13 +248,13 @@ class Cluster:
                 raise ClusterError(line) from None
         raise_if_gone(ended)
         if ended.returncode:
-            raise ClusterError(f"docker compose {arguments[0]} failed: {telling(ended)}")
+            raise ClusterError(f"docker compose {arguments[0]} failed: {best_error_line(ended)}")
         return ended.stdout
 
     def nodes(self) -> list[Node]:
         """Return the existing replicas, ordered by index."""
-        mine = [f"label=com.docker.compose.{key}" for key in (f"project={self.project}", "service=node")]
-        found = docker("ps", "-aq", "--filter", mine[0], "--filter", mine[1]).split()
+        labels = [f"label=com.docker.compose.{key}" for key in (f"project={self.project}", "service=node")]
+        found = docker("ps", "-aq", "--filter", labels[0], "--filter", labels[1]).split()
         if not found:
             return []
         # A container may be removed after the listing. `docker inspect` then fails, but prints the others.
@@ -337,8 +342,8 @@ def variables_in_dotenv() -> dict[str, str]:
 
 def is_watched(project: str) -> bool:
     """Return True if this project has a container of Prometheus or Grafana."""
-    mine = ("--filter", f"label=com.docker.compose.project={project}", "--format")
-    services = docker("ps", "-a", *mine, '{{.Label "com.docker.compose.service"}}').split()
+    filters = ("--filter", f"label=com.docker.compose.project={project}", "--format")
+    services = docker("ps", "-a", *filters, '{{.Label "com.docker.compose.service"}}').split()
     return not WATCHERS.keys().isdisjoint(services)
 
 

@@ -180,9 +180,9 @@ def _partition(scene: Scene) -> str:
 
 
 def _slow(scene: Scene) -> str:
-    said = docker("inspect", "--format", "{{.HostConfig.NanoCpus}}", scene.node.identity).strip()
+    cpus = docker("inspect", "--format", "{{.HostConfig.NanoCpus}}", scene.node.identity).strip()
     # NanoCpus is 0 without a limit; then all of the engine's cores are the limit afterward.
-    before = int(said) / 1e9 or float(docker("info", "--format", "{{.NCPU}}").strip())
+    before = int(cpus) / 1e9 or float(docker("info", "--format", "{{.NCPU}}").strip())
     docker("update", "--cpus", str(SLOW_CPUS), scene.node.identity)
     try:
         time.sleep(SLOW_SECONDS)
@@ -219,8 +219,8 @@ def _corrupt(scene: Scene) -> str:
 
 
 def _oom(scene: Scene) -> str:
-    said = scene.cluster.inside(scene.node, FILL_MEMORY).strip()
-    return f"filled the memory of node {scene.node.index} ({said}) until its rank was killed"
+    output = scene.cluster.inside(scene.node, FILL_MEMORY).strip()
+    return f"filled the memory of node {scene.node.index} ({output}) until its rank was killed"
 
 
 def _stop(scene: Scene) -> str:

@@ -94,37 +94,39 @@ class ClusterJob:
         code = job_code(list(codes.values())) if codes else KILLED
         summary = self.summary(code)
         nodes = ", ".join(f"node {index} {each}" for index, each in codes.items())
-        said = f"ended with {code} ({nodes or 'its nodes were removed before they were seen'})"
+        end = f"ended with {code} ({nodes or 'its nodes were removed before they were seen'})"
         if summary is not None:
-            return code, f"{said}: {self._told(code, summary)}"
+            return code, f"{end}: {self._details(code, summary)}"
         self.look()
         if self.gone or not codes:
             line = "the nodes are removed, and no summary of this job is in the volume; its logs may be"
-            return code, f"{said}; {line}: {self._way_out()}"
-        return code, f"{said}; no summary was written, the logs say why: make compose-logs"
+            return code, f"{end}; {line}: {self._copy_command()}"
+        return code, f"{end}; no summary was written, the logs say why: make compose-logs"
 
-    def _way_out(self) -> str:
+    def _copy_command(self) -> str:
         """Return the command that copies the run's files to this host."""
         run = self.cluster.variables["RUN"]
         project = self.cluster.project
         return f"make compose-get RUN={run}{project_word(project)}"
 
-    def _told(self, code: int, summary: Mapping[str, object]) -> str:
+    def _details(self, code: int, summary: Mapping[str, object]) -> str:
         scores = summary.get("eval")
         rate = summary.get("samples_per_second")
         digest = summary.get("weights_sha256")
         saved = summary.get("last_checkpoint_step")
-        said = [f"{name} {value:.4f}" for name, value in scores.items()] if isinstance(scores, dict) else []
-        said += [f"{rate:,.0f} samples/s"] if isinstance(rate, float) and rate else []
-        said += [f"{summary['restarts']} restarts"] if summary.get("restarts") else []
-        said += [f"weights {str(digest)[:12]}"] if digest else []
-        said += [f"checkpoint of step {saved}"] if saved is not None else []
-        said += [str(summary["reason"])] if summary.get("reason") else []
+        details = (
+            [f"{name} {value:.4f}" for name, value in scores.items()] if isinstance(scores, dict) else []
+        )
+        details += [f"{rate:,.0f} samples/s"] if isinstance(rate, float) and rate else []
+        details += [f"{summary['restarts']} restarts"] if summary.get("restarts") else []
+        details += [f"weights {str(digest)[:12]}"] if digest else []
+        details += [f"checkpoint of step {saved}"] if saved is not None else []
+        details += [str(summary["reason"])] if summary.get("reason") else []
         whose = "rank 0 " if code and summary["state"] == "finished" else ""  # another node has failed
         where = f"{whose}{summary['state']} at step {summary['global_step']}"
         if "WORKING_DIR" in self.cluster.variables:  # a script's run
-            said.append(f"its files: {self._way_out()}")
-        return f"{where}; {', '.join(said)}" if said else where
+            details.append(f"its files: {self._copy_command()}")
+        return f"{where}; {', '.join(details)}" if details else where
 
 
 def _seconds(created: str) -> float:

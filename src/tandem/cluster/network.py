@@ -30,8 +30,8 @@ class LinkShape:
         return bool(self.rate or self.latency or self.loss)
 
     def __str__(self) -> str:
-        said = [self.rate, self.latency and f"{self.latency} latency", self.loss and f"{self.loss} loss"]
-        return ", ".join(part for part in said if part)
+        parts = [self.rate, self.latency and f"{self.latency} latency", self.loss and f"{self.loss} loss"]
+        return ", ".join(part for part in parts if part)
 
     def check(self) -> None:
         """Raise ClusterError for a value that tc would reject."""

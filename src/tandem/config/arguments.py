@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from tandem.config.examples import examples_of
 from tandem.config.fields import Setting, convert, placeholder, plain, words_of
-from tandem.config.foreign_flags import meant_by
+from tandem.config.foreign_flags import tandem_flag_for
 from tandem.config.removed import instead_of
 from tandem.config.settings import SEE, SETTINGS, SLICES, unknown
 from tandem.config.sources import CONFIG_HELP, CONFIG_VALID, PREFIX, TASK_VALID, Given, task_key
@@ -135,7 +135,7 @@ class Parser(argparse.ArgumentParser):
             # A setting that a strict verb does not read is not a typo, so the nearest match would mislead.
             if self._takes_settings and flag in FLAGS:
                 raise ConfigError(f"{flag} has no effect on `{self.prog}`; remove it. {self._help}")
-            meant = meant_by(flag) if self._takes_settings else None
+            meant = tandem_flag_for(flag) if self._takes_settings else None
             raise unknown("flag", flag, self._option_string_actions, see=self._see, meant=meant)
         if rest:
             hint = "; settings are flags such as --epochs 4" if self._takes_settings else ""

@@ -95,7 +95,7 @@ BROUGHT_ALONG: Mapping[str, str] = {
 }
 
 
-def meant_by(flag: str) -> str | None:
+def tandem_flag_for(flag: str) -> str | None:
     """Return the tandem equivalent of another trainer's flag, with - or _ between its words."""
     # transformers spells its flags with underscores, and torchrun accepts both forms.
     return BROUGHT_ALONG.get(flag.lstrip("-").replace("_", "-"))

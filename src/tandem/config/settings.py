@@ -26,7 +26,7 @@ class Settings:
 
     run: slices.RunConfig = slices.RunConfig()
     data: slices.DataConfig = slices.DataConfig()
-    optimization: slices.OptimisationConfig = slices.OptimisationConfig()
+    optimization: slices.OptimizationConfig = slices.OptimizationConfig()
     compute: slices.ComputeConfig = slices.ComputeConfig()
     exchange: slices.ExchangeConfig = slices.ExchangeConfig()
     launch: slices.LaunchConfig = slices.LaunchConfig()
@@ -111,8 +111,8 @@ def checked(annotation: Any, label: str, value: object) -> Any:
 def bad_value(label: str, got: object, valid: str) -> NoReturn:
     """Raise a one-line ConfigError with the value, what was expected, and where to look."""
     # A user may have put a token into the wrong variable, so even an invalid value may be a secret.
-    told = HIDDEN if is_secret(label) else hide(repr(got)[:LONGEST])
-    shown = told if len(told) <= 80 else told[:77] + "..."
+    value = HIDDEN if is_secret(label) else hide(repr(got)[:LONGEST])
+    shown = value if len(value) <= 80 else value[:77] + "..."
     raise ConfigError(f"{label}: invalid value {shown}; expected {valid}. {SEE}") from None
 
 

@@ -77,7 +77,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimisationConfig:
+class OptimizationConfig:
     """Optimization"""
 
     optimizer: Literal["sgd", "adam", "adamw"] = setting("sgd", "optimizer", fixed=True)

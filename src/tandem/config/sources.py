@@ -162,8 +162,8 @@ def _from_variables(
     return given
 
 
-def _from_file(config: Given, beside: Collection[str]) -> tuple[dict[str, Given], tuple[str, ...]]:
-    """Return the values in the file, and messages about ignored parts; `beside`: what else is given."""
+def _from_file(config: Given, other_names: Collection[str]) -> tuple[dict[str, Given], tuple[str, ...]]:
+    """Return the values in the file, and messages about ignored parts; `other_names`: what else is given."""
     try:
         table = table_in(config.text)
     # RecursionError: tomllib and json recurse into nested brackets.
@@ -179,7 +179,7 @@ def _from_file(config: Given, beside: Collection[str]) -> tuple[dict[str, Given]
     if not isinstance(task_fields, dict):
         bad_value(f"task_fields in {config.text}", task_fields, "a table")
     if is_of_a_run(config.text):
-        table, notes = _of_a_run(translated(table), config.text, beside)
+        table, notes = _of_a_run(translated(table), config.text, other_names)
     for key in table:
         if key not in FIELDS:
             if gone := instead_of("key", key, f"{key} in {config.text}"):
@@ -198,12 +198,12 @@ def _from_file(config: Given, beside: Collection[str]) -> tuple[dict[str, Given]
 
 
 def _of_a_run(
-    table: Mapping[str, Any], file: str, beside: Collection[str]
+    table: Mapping[str, Any], file: str, other_names: Collection[str]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the values of a run's config.json that apply to another run, and messages about the rest.
 
-    Null becomes the text "none". The file contains every setting, so a default counts as not set. `beside`:
-    the keys given by other sources.
+    Null becomes the text "none". The file contains every setting, so a default counts as not set.
+    `other_names`: the keys given by other sources.
     """
     default = Settings().to_dict()
     kept = {
@@ -212,11 +212,11 @@ def _of_a_run(
         # Unknown keys are only reported: another version of tandem may have written the file.
         if key in FIELDS and key not in PLACES and value != default[key]
     }
-    places = [key for key in PLACES if table.get(key) is not None and key not in beside]
+    ignored = [key for key in PLACES if table.get(key) is not None and key not in other_names]
     other = sorted(table.keys() - set(FIELDS))
     notes = []
-    if places:
-        notes.append(f"{file}: ignoring the other run's paths and addresses: {', '.join(places)}")
+    if ignored:
+        notes.append(f"{file}: ignoring the other run's paths and addresses: {', '.join(ignored)}")
     if other:
         notes.append(f"{file}: ignoring settings unknown to this version: {', '.join(other)}")
     return kept, tuple(notes)

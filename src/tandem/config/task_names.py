@@ -82,7 +82,7 @@ def _modules(location: str) -> Iterator[Path]:
         path = list(spec.submodule_search_locations or [])
 
 
-def named_by(name: str, who: str, run_dir: PurePath | None) -> str:
+def whose_code_runs(name: str, who: str, run_dir: PurePath | None) -> str:
     """Return a message about whose code will run if no one typed the task's name; "" for a built-in task.
 
     `who` says what names the task. Raises ConfigError if the code is in `run_dir`, which may come from
@@ -108,10 +108,12 @@ def _is_in(file: Path, folder: Path) -> bool:
     return any(each.is_relative_to(here) for each in (file.parent.resolve() / file.name, file.resolve()))
 
 
-def untyped(loaded: Loaded) -> str:
-    """Return `named_by` for a launch whose task a file names; "" if a flag or variable does."""
+def untyped_task_note(loaded: Loaded) -> str:
+    """Return `whose_code_runs` for a launch whose task a file names; "" if a flag or variable does."""
     source = loaded.sources["task"]
     if source.startswith(("flag", "environment", "argument")) or source == "default":
         return ""
     file = Path(source.removeprefix("config "))
-    return named_by(loaded.settings.run.task, str(file), file.parent if file.suffix == ".json" else None)
+    return whose_code_runs(
+        loaded.settings.run.task, str(file), file.parent if file.suffix == ".json" else None
+    )

@@ -33,7 +33,7 @@ def topics() -> list[str]:
     return ["settings", *TOPICS, *SLICES]
 
 
-def told(topic: str, verbs: list[str]) -> str:
+def help_on(topic: str, verbs: list[str]) -> str:
     """Return the text of a topic other than a verb. Raises ConfigError with the nearest match."""
     name = topic.removeprefix("--").removeprefix(PREFIX).lower().replace("-", "_")
     # A user who saw `exit code 143` asks for `tandem help 143`.

@@ -18,7 +18,7 @@ from tandem.distributed.consensus import (
     LOSS_NOT_FINITE,
     SLOTS,
     ConsensusReader,
-    left_out,
+    is_skipped,
     pack,
     proposal_slots,
 )
@@ -31,7 +31,7 @@ from tandem.telemetry.meter import Consensus, Readings
 from tandem.telemetry.recorder import Recorder
 from tandem.torch_private import hidden_sync_seconds
 from tandem.training.buffers import KeptBuffers
-from tandem.training.nonfinite import can_be_told, gradients_by_type, note_all_nonfinite
+from tandem.training.nonfinite import can_skip_step, gradients_by_type, note_all_nonfinite
 from tandem.training.step import device_memory
 
 ASKED = "asked"
@@ -120,7 +120,7 @@ class Backward:
         if self._found is None or hasattr(optimizer, "found_inf"):  # a GradScaler decides
             return
         # torch's fused optimizers read `found_inf` on the device, where a GradScaler sets it.
-        if self._found.is_cuda and can_be_told(optimizer):
+        if self._found.is_cuda and can_skip_step(optimizer):
             optimizer.found_inf = self._found  # type: ignore[attr-defined]
         elif bool(self._found):
             self._drop_gradients()
@@ -206,9 +206,9 @@ class Backward:
 
         On CPUs that is known now.
         """
-        skip = left_out(exchanged)
+        skip = is_skipped(exchanged)
         if self._policy == "stop" and not self.is_scaled and not skip.is_cuda and bool(skip):
-            self._broken = self._step, self._first_broken(exchanged)
+            self._broken = self._step, self._first_nonfinite(exchanged)
         leaves_out = not self.is_scaled and (skip.is_cuda or bool(skip))
         self._found = skip if leaves_out else None
         if leaves_out and self._is_stepping and bool(skip):
@@ -238,7 +238,7 @@ class Backward:
         broken_at, name = self._broken
         return name if broken_at == step else None
 
-    def _first_broken(self, exchanged: Tensor) -> str:
+    def _first_nonfinite(self, exchanged: Tensor) -> str:
         if exchanged[LOSS_NOT_FINITE] > 0:
             return "the loss"
         # A backward pass begins at the last layer, so the last parameters got their gradients first.
@@ -255,11 +255,11 @@ class Backward:
             self._exchanged = torch.cat([means, torch.zeros_like(means[:1])])
         self._steps += 1
         self._plain.end_step(self._step, had_backward, self._steps)
-        return self._noted(self._reader.read(self._step, self._exchanged))
+        return self._record_agreement(self._reader.read(self._step, self._exchanged))
 
     def drain(self) -> Consensus | None:
         """Return what the ranks agreed on in the last step on a GPU."""
-        return self._noted(self._reader.drain())
+        return self._record_agreement(self._reader.drain())
 
     def read(self) -> Readings:
         """Return everything for a log line, and pass the script's own numbers to the recorder."""
@@ -273,11 +273,11 @@ class Backward:
             self._flushed_at = self._step
             self.recorder.logged(self.numbers.reduced())
 
-    def _noted(self, agreed: Consensus | None) -> Consensus | None:
+    def _record_agreement(self, agreed: Consensus | None) -> Consensus | None:
         if agreed is None:
             return None
         new_names, ends = agreed.sums.pop(ASKED)  # type: ignore[attr-defined]
-        self.numbers.everyone_settles = self.numbers.everyone_settles or new_names > 0
+        self.numbers.must_agree_on_names = self.numbers.must_agree_on_names or new_names > 0
         self.ends = self.ends or ends > 0
         return agreed
 

@@ -21,7 +21,7 @@ class Batches(Iterator[Any]):
     the loop run only after a complete run.
     """
 
-    course: LoopState
+    loop_state: LoopState
     backward: Backward
     data: Iterator[list[Any]]
     stop: StopFlag
@@ -33,39 +33,39 @@ class Batches(Iterator[Any]):
     is_over: bool = False
 
     def __next__(self) -> Any:
-        course = self.course
-        planned = self.course.timetable.steps_planned
+        loop_state = self.loop_state
+        planned = self.loop_state.event_schedule.steps_planned
         # The script has finished with a batch when it asks for the next one.
         if self.is_open:
             self.is_open = False
             if self._end_step():
                 self._end(finished=False)
                 raise SystemExit(STOPPED)
-        if course.step >= planned or self.backward.ends:
+        if loop_state.step >= planned or self.backward.ends:
             # An iterator can be asked again after its end, but a run ends once.
             if not self.is_over:
                 self._end(finished=True)
             raise StopIteration
-        course.clock.begin_step()
+        loop_state.clock.begin_step()
         # The reader makes no micro-batches here (see `Engine._reader`).
         (batch,) = next(self.data)
-        course.clock.enter("transfer")
-        seed_micro_step(self.seed, course.step, 0, course.world.rank)
-        decisions = course.timetable.decisions(course.world.is_first)
-        self.backward.begin_step(course.step, bool(self.stop), decisions)
-        course.clock.enter("forward")
+        loop_state.clock.enter("transfer")
+        seed_micro_step(self.seed, loop_state.step, 0, loop_state.world.rank)
+        decisions = loop_state.event_schedule.decisions(loop_state.world.is_first)
+        self.backward.begin_step(loop_state.step, bool(self.stop), decisions)
+        loop_state.clock.enter("forward")
         self.is_open = True
         return batch
 
     def _end_step(self) -> bool:
         """Finish the step; return whether a signal ends the run."""
-        course = self.course
+        loop_state = self.loop_state
         consensus = self.backward.end_step()
         rate = float(self.optimizers[0].param_groups[0]["lr"]) if self.optimizers else 0.0
         # A save contains the log's sums, which all ranks have to reduce first.
-        if "save" in course.timetable.due(course.step + 1, consensus):
+        if "save" in loop_state.event_schedule.due(loop_state.step + 1, consensus):
             self.backward.flush()
-        return after_step(course, consensus, rate, is_first=course.step == self.first)
+        return after_step(loop_state, consensus, rate, is_first=loop_state.step == self.first)
 
     def _end(self, finished: bool) -> None:
         self.is_over = True

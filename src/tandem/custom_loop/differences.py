@@ -18,17 +18,17 @@ class Differences:
 
     def __init__(self, world: ProcessGroup) -> None:
         self._world = world
-        self._said = set[str]()
+        self._reported = set[str]()
 
-    def look(self, values: Mapping[str, Any], recorder: Recorder, step: int) -> None:
+    def report_new(self, values: Mapping[str, Any], recorder: Recorder, step: int) -> None:
         """Compare `values`, by name. All ranks call this at the same step."""
         if self._world.size == 1:
             return
         ranks = self._world.gather_json({name: digest_of(value) for name, value in values.items()})
         first = ranks[0]
         found = [name for name in first if any(rank.get(name) != first[name] for rank in ranks)]
-        new = [name for name in found if name not in self._said]
-        self._said.update(new)
+        new = [name for name in found if name not in self._reported]
+        self._reported.update(new)
         if not new or not self._world.is_first:
             return
         recorder.event("kept_differs", step=step, names=new)

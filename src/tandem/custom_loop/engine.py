@@ -24,7 +24,7 @@ from tandem.data.source import BatchReader, TrainingData
 from tandem.distributed import strategy as strategies
 from tandem.distributed.devices import cores_of
 from tandem.errors import FINISHED, STOPPED, TandemError
-from tandem.launch.script import ScriptRank
+from tandem.launch.script_process import ScriptRank
 from tandem.rank.session import RankSession
 from tandem.signals import StopFlag, ended_by_stop_signals
 from tandem.telemetry.meter import Costs
@@ -47,7 +47,7 @@ class Engine:
         self.settings = here.settings
         self._chosen = here.chosen
         check_settings(self.settings)
-        self._hear = here.hear
+        self._watch_stop_flag = here.watch_stop_flag
         self.session = session = RankSession(self.settings, here.position)
         if not here.is_launched:
             session.open_log()
@@ -67,7 +67,7 @@ class Engine:
     @property
     def step(self) -> int:
         """The number of finished steps."""
-        return self._batches.course.step if self._batches else self.session.beginning.step
+        return self._batches.loop_state.step if self._batches else self.session.beginning.step
 
     @property
     def is_in_step(self) -> bool:
@@ -82,7 +82,7 @@ class Engine:
             if beginning.state is not None:
                 state.load(beginning.state, beginning.own)
             elif beginning.weights is not None:
-                beginning.weights.load(self._strategy, state.together)
+                beginning.weights.load(self._strategy, state.as_module)
 
     def loop(
         self,
@@ -95,7 +95,7 @@ class Engine:
 
         `asked` has the script's arguments, which explicit settings override.
         """
-        settings = self._settled(asked)
+        settings = self._with_run_settings(asked)
         session = self.session
         session.change(settings)
         with hints_as_arguments(self._chosen):
@@ -108,20 +108,20 @@ class Engine:
         with hints_as_arguments(self._chosen):
             data = training_data(dataset, reader, settings.run.steps)
         planned = settings.run.steps or settings.run.epochs * data.order.steps_per_epoch
-        course = self._course(state, data, planned)
+        loop_state = self._loop_state(state, data, planned)
         stop = StopFlag().install()
         # Each step reads the flag now, so a stop signal leads to a save.
-        stop.is_heeded = True
-        self._hear(stop)
+        stop.is_polled = True
+        self._watch_stop_flag(stop)
         self._batches = Batches(
-            course=course,
+            loop_state=loop_state,
             backward=self.backward,
-            data=data.steps(course.step, course.timetable.steps_planned),
+            data=data.steps(loop_state.step, loop_state.event_schedule.steps_planned),
             stop=stop,
             seed=settings.run.seed,
             optimizers=state.optimizers,
-            finish=partial(self._finish, state, course),
-            first=course.step,
+            finish=partial(self._finish, state, loop_state),
+            first=loop_state.step,
         )
         self.clock.begin("train")
         return self._batches
@@ -138,7 +138,7 @@ class Engine:
             return code
         if not batches.is_over:
             # A save that is still being written must not be cut off by the exit.
-            self.session.saver.settle()
+            self.session.saver.join_quietly()
             if code == FINISHED:
                 # Without this error, the script would exit with 0 and the platform would not resume the run.
                 raise LoopLeftError(
@@ -150,7 +150,7 @@ class Engine:
             self.session.close()
         return code or self.session.code
 
-    def _settled(self, asked: Mapping[str, int | None]) -> Settings:
+    def _with_run_settings(self, asked: Mapping[str, int | None]) -> Settings:
         length = {"steps", "epochs"}
         # Steps and epochs are alternatives: a setting of one overrides the script's argument for both.
         beaten = self._chosen | (length if self._chosen & length else set())
@@ -161,14 +161,14 @@ class Engine:
         world = self.world
         # The script splits its batches with run.parts, so the reader yields whole ones.
         whole = replace(settings.data, micro_batch_size=None)
-        place = world.device, None, cores_of(world.position)
-        reader = BatchReader(whole, settings.run.seed, world.rank, world.size, collate, *place)
+        loading = world.device, None, cores_of(world.position)
+        reader = BatchReader(whole, settings.run.seed, world.rank, world.size, collate, *loading)
         share = (reader.sizes or equal_shares(whole.batch_size, world.size))[world.rank]
         # The exchange averages over ranks equally; this weights a rank by its number of samples.
         self.parts.share = share * world.size / whole.batch_size
         return reader
 
-    def _course(self, state: KeptState, data: TrainingData, planned: int) -> LoopState:
+    def _loop_state(self, state: KeptState, data: TrainingData, planned: int) -> LoopState:
         """Assemble what follows each step, from the settings and the loaded state."""
         session = self.session
         world = self.world
@@ -194,10 +194,10 @@ class Engine:
         recorded = self.settings.replace(steps=NO_END)
         session.plan(state, self._strategy, data.order, planned, recorded=recorded)
         together = nn.ModuleDict(state.modules)
-        course = LoopState(
+        loop_state = LoopState(
             world=world,
             stepper=backward,
-            timetable=session.timetable,
+            event_schedule=session.event_schedule,
             recorder=recorder,
             clock=self.clock,
             nonfinite=Policy(
@@ -216,18 +216,18 @@ class Engine:
                 session.run.folder,
                 first,
             )
-            return course
+            return loop_state
         session.begin_run(together)
         sync_bytes = self._strategy.sync_bytes(_trained(backward.models))
         recorder.costs(Costs(devices=world.size, sync_bytes=sync_bytes))
-        return course
+        return loop_state
 
-    def _finish(self, state: KeptState, course: LoopState, finished: bool) -> None:
+    def _finish(self, state: KeptState, loop_state: LoopState, finished: bool) -> None:
         """End the run: wait for the save that is being written, then write the summary."""
         self.clock.begin("drain")
         session = self.session
-        saver = course.saver
-        if course.step == session.beginning.step and finished and not self._is_unsaved:
+        saver = loop_state.saver
+        if loop_state.step == session.beginning.step and finished and not self._is_unsaved:
             return  # it was already complete
         session.code = FINISHED if finished else STOPPED
         # Leaving the block waits for the save that is being written.
@@ -235,10 +235,10 @@ class Engine:
             pass
         # Ended early, between two saves.
         # Only rank 0's saver knows the last step, but a save needs all ranks.
-        if finished and self.world.broadcast_json(saver.last_step != course.step):
+        if finished and self.world.broadcast_json(saver.last_step != loop_state.step):
             with saver:
-                saver.save(course.step)
-        session.finish(course.step, state.weights)
+                saver.save(loop_state.step)
+        session.finish(loop_state.step, state.weights)
 
     @property
     def _is_unsaved(self) -> bool:

@@ -37,7 +37,7 @@ from tandem.telemetry.recorder import Recorder
 from tandem.training.buffers import adopt_buffers
 from tandem.training.parameter_groups import check_groups, groups_of
 from tandem.training.resume import check_shapes
-from tandem.training.train_state import parameter_names, places_beside
+from tandem.training.train_state import indices_outside, parameter_names
 
 
 class KeptValues(SimpleNamespace):
@@ -57,7 +57,7 @@ class KeptState:
 
     "model": tensors of all modules, by their own names if there is one module, else as "NAME.their name".
     "tensors": other tensors. "objects": what has a state_dict(). "numbers": numbers. The rest is what `live`
-    returns. Values in `per_rank` are in none of these; see `own`.
+    returns. Values in `per_rank` are in none of these; see `per_rank_state`.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class KeptState:
         self._forms = {n: form_of(v) for n, v in vars(kept).items() if kind_of(v) == TENSOR}
         self._differences = Differences(world)
         # Fails here, rather than at the first save, if a state cannot be written.
-        flatten({**self.whole(), PER_RANK: self.own()})
+        flatten({**self.full_state(), PER_RANK: self.per_rank_state()})
 
     @property
-    def keeps_own(self) -> bool:
+    def has_per_rank_state(self) -> bool:
         """Whether something is kept per rank."""
         return bool(self.per_rank)
 
@@ -96,7 +96,7 @@ class KeptState:
         return {name: unwrapped(value) for name, value in self._of(MODEL).items()}
 
     @property
-    def together(self) -> nn.Module:
+    def as_module(self) -> nn.Module:
         """The kept modules as one, with the same names as `weights`."""
         modules = self.modules
         return next(iter(modules.values())) if len(modules) == 1 else nn.ModuleDict(modules)
@@ -106,7 +106,7 @@ class KeptState:
         """The kept optimizers, in the order in which they were named."""
         return list(self._optimizers().values())
 
-    def whole(self) -> dict[str, Any]:
+    def full_state(self) -> dict[str, Any]:
         """Return everything that ranks have in common, "model" first.
 
         Exchanges nothing, because every rank has all of it. Raises ConfigError for a tensor whose dtype or
@@ -117,7 +117,7 @@ class KeptState:
         parts = {"model": self.weights(), TENSOR: tensors, OBJECT: objects, NUMBER: self._of(NUMBER)}
         return {**parts, **self.live()}
 
-    def own(self) -> dict[str, Any]:
+    def per_rank_state(self) -> dict[str, Any]:
         """Return what this rank keeps for itself, by name. Exchanges nothing."""
         found = dict[str, Any]()
         for name in self.per_rank:
@@ -128,16 +128,16 @@ class KeptState:
             )
         return found
 
-    def beside(self, recorder: Recorder, step: int) -> dict[str, Any]:
+    def checkpoint_extras(self, recorder: Recorder, step: int) -> dict[str, Any]:
         """Return the names of the optimizers' parameters, and every rank's own values.
 
         All ranks call this. At the first save at which common values differ between ranks, rank 0 logs it.
         """
         groups = {name: self._groups(optimizer) for name, optimizer in self._optimizers().items()}
-        self._differences.look(self._comparable(), recorder, step)
+        self._differences.report_new(self._comparable(), recorder, step)
         if not self.per_rank:
             return {"groups": groups}
-        parts = self._world.gather_bytes(serialize({PER_RANK: self.own()}))
+        parts = self._world.gather_bytes(serialize({PER_RANK: self.per_rank_state()}))
         return {"groups": groups, PER_RANK: [deserialize(part)[PER_RANK] for part in parts]}
 
     def _comparable(self) -> dict[str, Any]:
@@ -164,12 +164,12 @@ class KeptState:
             f"{n}.{key}": value for n, module in modules.items() for key, value in module.state_dict().items()
         }
 
-    def rank_zeros(self, state: Mapping[str, Any]) -> frozenset[int]:
-        """Return the places in the flattened state where only rank 0's tensor counts.
+    def rank_0_indices(self, state: Mapping[str, Any]) -> frozenset[int]:
+        """Return the indices, in the flattened state, of tensors of which only rank 0's counts.
 
         These are buffers and untrained parameters.
         """
-        return places_beside({**state["model"], "": state["tensors"]}, self._ranks_share)
+        return indices_outside({**state["model"], "": state["tensors"]}, self._ranks_share)
 
     @cached_property
     def _ranks_share(self) -> frozenset[str]:
@@ -181,7 +181,10 @@ class KeptState:
         return frozenset(prefixes[n] + name for n, names in trained.items() for name in names)
 
     def load(self, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Restore what `whole` and `own` returned. Raises ConfigError if it belongs to other objects."""
+        """Restore what `full_state` and `per_rank_state` returned.
+
+        Raises ConfigError if it belongs to other objects.
+        """
         modules = self.modules
         parts = {
             name: _part(saved.get("model", {}), "" if len(modules) == 1 else f"{name}.") for name in modules
@@ -191,12 +194,13 @@ class KeptState:
             adopt_buffers(module, parts[name])
         check_shapes(self.weights(), saved.get("model", {}))
         for part in (TENSOR, OBJECT, NUMBER):
-            mine = set(self._of(part))
-            theirs = set(saved.get(part, {}))
-            if mine != theirs:
+            own_names = set(self._of(part))
+            saved_names = set(saved.get(part, {}))
+            if own_names != saved_names:
                 raise ConfigError(
-                    f"the checkpoint has different {part}: {_listed(theirs)} in it, {_listed(mine)} here; "
-                    "keep the same values, or use another --run-dir or --resume never"
+                    f"the checkpoint has different {part}: {_listed(saved_names)} in it, "
+                    f"{_listed(own_names)} here; keep the same values, or use another --run-dir or "
+                    "--resume never"
                 )
         # All checks precede the first change, so that an error leaves the objects as they were.
         for name, optimizer in self._optimizers().items():
@@ -249,8 +253,8 @@ class KeptState:
             raise ConfigError(f"run.keep({name}=...): invalid type {type(value).__name__}; expected {VALID}")
         check_array(name, value)
         if isinstance(value, torch.optim.Optimizer) and name not in self.per_rank:
-            mine = [p for group in value.param_groups for p in group["params"] if p.requires_grad]
-            if any(id(parameter) not in trained for parameter in mine):
+            parameters = [p for group in value.param_groups for p in group["params"] if p.requires_grad]
+            if any(id(parameter) not in trained for parameter in parameters):
                 raise ConfigError(
                     f"run.keep({name}=...): it trains a model that was not wrapped, so its gradients "
                     "would differ between ranks; call model = run.wrap(model) before creating the optimizer"

@@ -19,9 +19,9 @@ class LoggedValues:
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._sums: dict[str, tuple[Any, int]] = {}
-        self._settled: list[str] = []
+        self._agreed_names: list[str] = []
         self.has_new = False
-        self.everyone_settles = True
+        self.must_agree_on_names = True
         """True before the first line, and after some rank had a new name in a step that all ranks know of."""
 
     def add(self, name: str, value: Any) -> None:
@@ -41,30 +41,30 @@ class LoggedValues:
             value = _real(name, value)
         total, count = self._sums.get(name, (0.0, 0))
         self._sums[name] = (total + value, count + 1)
-        self.has_new = self.has_new or name not in self._settled
+        self.has_new = self.has_new or name not in self._agreed_names
 
     def state(self) -> list[str]:
         """Return the settled names, for a checkpoint."""
-        return self._settled
+        return self._agreed_names
 
     def load(self, names: list[str]) -> None:
-        self._settled = list(names)
-        self.everyone_settles = not names
+        self._agreed_names = list(names)
+        self.must_agree_on_names = not names
 
     def reduced(self) -> dict[str, tuple[float, float]]:
         """Return the sums and counts of all ranks, and reset them. All ranks call this at the same step."""
-        if self.everyone_settles:
-            known = self._group.gather_json(sorted({*self._settled, *self._sums}))
-            self._settled = sorted({name for names in known for name in names})
-            self.has_new = self.everyone_settles = False
-        if not self._settled:
+        if self.must_agree_on_names:
+            known = self._group.gather_json(sorted({*self._agreed_names, *self._sums}))
+            self._agreed_names = sorted({name for names in known for name in names})
+            self.has_new = self.must_agree_on_names = False
+        if not self._agreed_names:
             return {}
-        mine = [self._sums.pop(name, (0.0, 0)) for name in self._settled]
-        pairs = [(float(total), float(count)) for total, count in mine]
+        local_sums = [self._sums.pop(name, (0.0, 0)) for name in self._agreed_names]
+        pairs = [(float(total), float(count)) for total, count in local_sums]
         # One non-finite value would hide the mean of all others.
         finite = [pair if abs(pair[0]) < float("inf") else (0.0, 0.0) for pair in pairs]
         totals = self._group.sum([number for pair in finite for number in pair])
-        return dict(zip(self._settled, zip(totals[::2], totals[1::2], strict=True), strict=True))
+        return dict(zip(self._agreed_names, zip(totals[::2], totals[1::2], strict=True), strict=True))
 
 
 def _real(name: str, value: Any) -> float:

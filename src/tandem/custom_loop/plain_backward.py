@@ -33,7 +33,7 @@ class PlainBackward:
         self._handles = dict[int, Any]()
         self._reached = set[int]()
         self._plain = set[int]()
-        self._place = ""  # where in the script the last plain backward pass was
+        self._location = ""  # where in the script the last plain backward pass was
         self._is_used = self._has_warned = False
         """Whether this step used or made gradients without `run.backward`; whether that was logged once."""
 
@@ -53,7 +53,7 @@ class PlainBackward:
         self._is_used = True
         # The first parameter of the pass shows the line; a walk through the frames for each would take time.
         if not self._plain:
-            self._place = _place_in_script()
+            self._location = _location_in_script()
         self._plain.add(id(parameter))
 
     def before_optimizer(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -62,9 +62,9 @@ class PlainBackward:
             if parameter.grad is None or id(parameter) not in self._handles:
                 continue
             if id(parameter) in self._plain:
-                place = self._place or _place_in_script()
+                location = self._location or _location_in_script()
                 raise ConfigError(
-                    f"{place + ': ' if place else ''}this step had no run.backward: replace loss.backward() "
+                    f"{location and f'{location}: '}this step had no run.backward: replace loss.backward() "
                     "with run.backward(loss)"
                 )
             self._is_used = True
@@ -90,7 +90,7 @@ class PlainBackward:
             self._reached.clear()
 
 
-def _place_in_script() -> str:
+def _location_in_script() -> str:
     """Return `train.py line 12`, or "" in a thread of the autograd engine.
 
     Such a thread has no frame of the script.

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from tandem.custom_loop.engine import Engine
 from tandem.custom_loop.kept import KeptState, KeptValues
 from tandem.custom_loop.limits import check_dataset
-from tandem.distributed.replica import Replica, give_rank_0s_weights
+from tandem.distributed.replica import Replica, broadcast_weights
 from tandem.errors import ConfigError, TandemError
-from tandem.launch.script import ScriptRank
+from tandem.launch.script_process import ScriptRank
 from tandem.training.resume import Redistribute
 
 _started: "Run | None" = None
@@ -96,11 +96,11 @@ class Run:
         if len(world.devices) == 1:
             model = model.to(world.device)
         if self._engine.settings.compute.sync_batchnorm:
-            model = world.synchronise_batchnorm(model)
-        model.register_forward_pre_hook(_tells(self._engine))
+            model = world.synchronize_batchnorm(model)
+        model.register_forward_pre_hook(_forward_hook(self._engine))
         # DDP rejects a module without gradients; a frozen model only needs equal weights.
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            give_rank_0s_weights(model, world)
+            broadcast_weights(model, world)
             return model
         backward = self._engine.backward
         wrapped: nn.Module = model
@@ -248,7 +248,7 @@ class Run:
         self._engine.backward.wants_end = True
 
 
-def _tells(engine: Engine) -> Callable[..., None]:
+def _forward_hook(engine: Engine) -> Callable[..., None]:
     """Return a hook that notifies the clock.
 
     It is a function, so that a copy of the model does not copy the engine.

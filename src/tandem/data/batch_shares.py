@@ -83,7 +83,7 @@ def given_shares(
     return sizes
 
 
-def places(sizes: Sequence[int], rank: int) -> slice:
+def slice_of(sizes: Sequence[int], rank: int) -> slice:
     """Return the positions of a rank's samples in a global batch: strided if equal, else a block."""
     total = sum(sizes)
     ranks = len(sizes)

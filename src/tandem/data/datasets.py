@@ -68,7 +68,7 @@ class TensorImages(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitems__(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
         chosen = torch.as_tensor(indices, device=self.images.device)
-        return self._normalised(self.images.index_select(0, chosen)), self.labels.index_select(0, chosen)
+        return self._normalized(self.images.index_select(0, chosen)), self.labels.index_select(0, chosen)
 
     def augmented(self, indices: Sequence[int] | Tensor, epoch: int, seed: int) -> tuple[Tensor, Tensor]:
         if self.augment is None:
@@ -76,9 +76,9 @@ class TensorImages(Dataset[tuple[Tensor, Tensor]]):
         chosen = torch.as_tensor(indices)
         keys = derive_seeds(derive_seed(seed, epoch), chosen)
         images = self.augment(self.images.index_select(0, chosen), keys)
-        return self._normalised(images), self.labels.index_select(0, chosen)
+        return self._normalized(images), self.labels.index_select(0, chosen)
 
-    def _normalised(self, images: Tensor) -> Tensor:
+    def _normalized(self, images: Tensor) -> Tensor:
         # Without a memory format, the result would keep the strides of the permuted view.
         channels_first = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
         # `resident` moves only images and labels to the GPU.
@@ -110,10 +110,10 @@ def random_crop_flip(images: Tensor, keys: Tensor, padding: int = 4) -> Tensor:
     """Pad each image [N, H, W, C] with zeros, crop it at a random position, and flip half of them."""
     _, height, width, _ = images.shape
     padded = functional.pad(images, (0, 0, padding, padding, padding, padding))
-    places = 2 * padding + 1
+    offsets = 2 * padding + 1
     # One key gives three independent numbers, from different bits.
-    top = keys % places
-    left = (keys >> 20) % places
+    top = keys % offsets
+    left = (keys >> 20) % offsets
     flip = (keys >> 40) % 2
     rows = torch.arange(height) + top.unsqueeze(1)
     columns = torch.arange(width).expand(len(keys), -1)

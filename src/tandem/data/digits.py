@@ -184,9 +184,9 @@ def _pictures(glyphs: Tensor, labels: Tensor, generator: torch.Generator) -> Ten
     # The products have 12 bits of fraction (_ONE) and count half pixels, hence 13.
     x = ((column * xx + row * xy) >> 13) + (_GLYPH_SIDE // 2 + uniform(-10, 10))
     y = ((column * yx + row * yy) >> 13) + (_GLYPH_SIDE // 2 + uniform(-10, 10))
-    place = style * _GLYPH_SIDE + y.clamp_(0, _GLYPH_SIDE - 1)
-    place = place.mul_(_GLYPH_SIDE).add_(x.clamp_(0, _GLYPH_SIDE - 1))
-    ink = glyphs.flatten().index_select(0, place.flatten()).view(count, SIDE, SIDE).int()
+    pixel = style * _GLYPH_SIDE + y.clamp_(0, _GLYPH_SIDE - 1)
+    pixel = pixel.mul_(_GLYPH_SIDE).add_(x.clamp_(0, _GLYPH_SIDE - 1))
+    ink = glyphs.flatten().index_select(0, pixel.flatten()).view(count, SIDE, SIDE).int()
     noise = torch.randint(64, (count, SIDE, SIDE), generator=generator, dtype=torch.uint8)
     return ((ink * uniform(140, 255) >> 8) + noise).clamp_(0, 255).to(torch.uint8)
 

@@ -17,7 +17,7 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 from tandem.data.datasets import TensorImages, TensorRows
 from tandem.data.fetch import is_stream
 
-PLACES = 8
+PROBED_SAMPLES = 8
 ELEMENTS = 4096
 """At most this many elements of a row."""
 CLOSE = 1e-3
@@ -34,9 +34,13 @@ def data_facts(dataset: Any) -> dict[str, Any]:
     count = len(dataset)
     if is_stream(dataset):
         return {"samples": count}
-    places = sorted({number * (count - 1) // (PLACES - 1) for number in range(PLACES)}) if count else []
+    indices = (
+        sorted({number * (count - 1) // (PROBED_SAMPLES - 1) for number in range(PROBED_SAMPLES)})
+        if count
+        else []
+    )
     try:
-        probe = [_sample(dataset, place) for place in places]
+        probe = [_sample(dataset, index) for index in indices]
     except Exception:  # any class that only resembles one of these datasets
         probe = []
     return {"samples": count, "probe": probe if any(probe) else []}
@@ -55,38 +59,38 @@ def changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return ""
 
 
-def _sample(dataset: Any, place: int) -> list[Any]:
+def _sample(dataset: Any, index: int) -> list[Any]:
     """Return a few numbers and words about a sample; empty if that would be expensive."""
     getitem = getattr(type(dataset), "__getitem__", None)
     if getitem is TensorDataset.__getitem__:
-        return [_number(tensor[place]) for tensor in dataset.tensors]
+        return [_number(tensor[index]) for tensor in dataset.tensors]
     if isinstance(dataset, TensorImages):
-        return [_number(dataset.images[place]), _number(dataset.labels[place])]
+        return [_number(dataset.images[index]), _number(dataset.labels[index])]
     if isinstance(dataset, TensorRows):
-        return [_number(dataset.inputs[place]), _number(dataset.targets[place])]
+        return [_number(dataset.inputs[index]), _number(dataset.targets[index])]
     if getitem is Subset.__getitem__:
-        inner = int(dataset.indices[place])
+        inner = int(dataset.indices[index])
         return [inner, *_sample(dataset.dataset, inner)]
     if getitem is StackDataset.__getitem__:
         parts = dataset.datasets
         inside = parts.values() if isinstance(parts, dict) else parts
-        return [each for part in inside for each in _sample(part, place)]
+        return [each for part in inside for each in _sample(part, index)]
     if getitem is ConcatDataset.__getitem__:
-        number = bisect_right(dataset.cumulative_sizes, place)
+        number = bisect_right(dataset.cumulative_sizes, index)
         before = dataset.cumulative_sizes[number - 1] if number else 0
-        return [number, *_sample(dataset.datasets[number], place - before)]
+        return [number, *_sample(dataset.datasets[number], index - before)]
     if isinstance(dataset, list | tuple):
-        item = dataset[place]
+        item = dataset[index]
         return [_number(each) for each in (item if isinstance(item, list | tuple) else [item])]
-    return [*_of_list(dataset, "samples", place), *_of_list(dataset, "targets", place)]
+    return [*_of_list(dataset, "samples", index), *_of_list(dataset, "targets", index)]
 
 
-def _of_list(dataset: Any, name: str, place: int) -> list[Any]:
+def _of_list(dataset: Any, name: str, index: int) -> list[Any]:
     """Return an item of a list of a torchvision dataset: (file, class), or a label."""
     listed = getattr(dataset, name, None)
     if not isinstance(listed, list | Tensor) or len(listed) != len(dataset):
         return []
-    item = listed[place]
+    item = listed[index]
     if isinstance(item, tuple) and item and isinstance(item[0], str | PurePath):
         # The data may be mounted elsewhere now; the directory of a class and the file's name stay the same.
         return ["/".join(PurePath(item[0]).parts[-2:])]

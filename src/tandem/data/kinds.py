@@ -47,7 +47,7 @@ def takes_workers(dataset: Any, collate: Collate | None) -> bool:
     return whole_fetch(dataset, collate, augment=True) is None
 
 
-def begins_anew(dataset: Any, rank: int, world_size: int) -> bool:
+def can_be_read_again(dataset: Any, rank: int, world_size: int) -> bool:
     """Return True if reading a few samples consumes nothing; False for an iterator."""
     if hasattr(dataset, "of_rank"):
         dataset = dataset.of_rank(rank, world_size)

@@ -188,7 +188,7 @@ def _loaded(
         # torch must not collate again: an item is a finished batch.
         batch_size=None,
         num_workers=workers,
-        collate_fn=_as_it_is,
+        collate_fn=_identity,
         # Pinned by a thread next to the workers; without workers, `moved` does it.
         pin_memory=device.type == "cuda" and workers > 0,
         worker_init_fn=partial(_start_worker, os.getpid(), _is_of_main_thread()) if workers else None,
@@ -198,7 +198,7 @@ def _loaded(
         # Otherwise the loader draws from the global generator.
         generator=torch.Generator().manual_seed(samples.seed),
     )
-    with _kept_from_forks() if workers else nullcontext():
+    with _hidden_from_forks_collector() if workers else nullcontext():
         batches = iter(loader)  # starts the workers
     # A failed rank may never finish this generator, so `end_loaders` must find its workers.
     _read.append(batches)
@@ -228,7 +228,7 @@ def _is_of_main_thread() -> bool:
 
 
 @contextmanager
-def _kept_from_forks() -> Iterator[None]:
+def _hidden_from_forks_collector() -> Iterator[None]:
     """Keep the garbage collector of processes forked in this block from existing objects.
 
     A destructor may wait for a thread, and a forked process has none of this process's threads: torch's store
@@ -244,7 +244,7 @@ def _kept_from_forks() -> Iterator[None]:
             gc.unfreeze()
 
 
-def _as_it_is(batch: Batch) -> Batch:
+def _identity(batch: Batch) -> Batch:
     return batch
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from tandem.data.batch_shares import equal_shares, places
+from tandem.data.batch_shares import equal_shares, slice_of
 from tandem.data.seeds import derive_seed
 from tandem.errors import ConfigError
 
@@ -97,7 +97,7 @@ class TrainBatches:
         self.order = order
         self.start_step = start_step
         self.stop_step = stop_step
-        self.places = places(sizes, rank)
+        self.places = slice_of(sizes, rank)
         """The positions of this rank's samples in a global batch."""
         self.share_size = sizes[rank]
         """Samples of this rank in every step."""

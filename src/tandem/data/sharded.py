@@ -66,9 +66,9 @@ class ShardedData:
             )
         self._dataset = dataset
         self._reader = reader
-        mine = self._part()
+        own_part = self._part()
         # A part without a length is read once to count it.
-        size = len(mine) if hasattr(mine, "__len__") else sum(1 for _ in mine)
+        size = len(own_part) if hasattr(own_part, "__len__") else sum(1 for _ in own_part)
         self.sharded = ShardedOrder(reader.gather(size), reader.config.batch_size, reader.seed)
         self.order: GlobalOrder = self.sharded
         self._samples: Iterator[Any] = iter(())
@@ -106,14 +106,14 @@ class ShardedData:
     def _part(self) -> Any:
         return self._dataset.of_rank(self._reader.rank, self._reader.world_size)
 
-    def _open(self, epoch: int, place: int) -> None:
-        """Start `epoch` at this rank's sample number `place`."""
+    def _open(self, epoch: int, index: int) -> None:
+        """Start `epoch` at this rank's sample number `index`."""
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
         seed_host_generators(derive_seed(self._reader.seed, epoch, self._reader.rank))
         self._samples = iter(self._part())
         # The interface has no way to skip samples without reading them.
-        for _ in islice(self._samples, place):
+        for _ in islice(self._samples, index):
             pass
 
     def _batch(self, step: int, part: int, size: int) -> Batch | None:

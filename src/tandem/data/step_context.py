@@ -48,8 +48,8 @@ class WithStepContext:
 
     def at(self, step: int, epoch: int, *given: Any) -> Any:
         """Call the method for the given step, because batches are prepared before their step begins."""
-        told = dict(zip(NAMES, (step, epoch), strict=True))
-        return self.method(*given, **{name: told[name] for name in self._names})
+        values = dict(zip(NAMES, (step, epoch), strict=True))
+        return self.method(*given, **{name: values[name] for name in self._names})
 
 
 def asking(method: Any, given: int, moment: StepContext) -> Any:
@@ -60,8 +60,8 @@ def asking(method: Any, given: int, moment: StepContext) -> Any:
         return method
     named = [
         each.name
-        for place, each in enumerate(parameters)
-        if each.kind is each.KEYWORD_ONLY or (each.kind is each.POSITIONAL_OR_KEYWORD and place >= given)
+        for index, each in enumerate(parameters)
+        if each.kind is each.KEYWORD_ONLY or (each.kind is each.POSITIONAL_OR_KEYWORD and index >= given)
     ]
     names = tuple(name for name in NAMES if name in named)
     return WithStepContext(method, names, moment) if names else method

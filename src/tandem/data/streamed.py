@@ -41,12 +41,12 @@ class StreamedData:
         size = self.order.batch_size
         for step in range(start, stop):
             epoch, position = divmod(step, self.order.steps_per_epoch)
-            places = range(position * size, (position + 1) * size)
+            indices = range(position * size, (position + 1) * size)
             with kept_generators():
                 if step == start or position == 0:
-                    self._open(epoch, places.start)
-                samples = [self._next(epoch, place) for place in places]
-                batches = self._share(step, places, samples, cut.places, cut.micro_sizes(step))
+                    self._open(epoch, indices.start)
+                samples = [self._next(epoch, index) for index in indices]
+                batches = self._share(step, indices, samples, cut.places, cut.micro_sizes(step))
             # The block above has ended: the step that runs now must find the generators as they were.
             yield [moved(batch, self._reader.device) for batch in batches]
 
@@ -57,10 +57,10 @@ class StreamedData:
     def load(self, state: Mapping[str, Any]) -> None:
         self._saved = state
 
-    def _open(self, epoch: int, place: int) -> None:
-        """Start `epoch` at sample number `place`."""
+    def _open(self, epoch: int, index: int) -> None:
+        """Start `epoch` at sample number `index`."""
         # A saved state belongs to the middle of its epoch. The next epoch begins without it.
-        saved = self._saved if place else {}
+        saved = self._saved if index else {}
         self._saved = {}
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
@@ -70,19 +70,19 @@ class StreamedData:
         self._iterator = iter(self._dataset)
         if "iterator" in saved:
             self._iterator.load_state_dict(saved["iterator"])
-        for before in range(0 if saved else place):
+        for before in range(0 if saved else index):
             self._next(epoch, before)
 
-    def _next(self, epoch: int, place: int) -> Any:
-        seed_host_generators(derive_seed(self._reader.seed, epoch, place))
+    def _next(self, epoch: int, index: int) -> Any:
+        seed_host_generators(derive_seed(self._reader.seed, epoch, index))
         try:
             return next(self._iterator)
         except StopIteration:
             epochs = f"epoch {epoch} of the training stream"
-            raise EOFError(f"{epochs} ended after {place} samples, before its last step") from None
+            raise EOFError(f"{epochs} ended after {index} samples, before its last step") from None
 
     def _share(
-        self, step: int, places: range, samples: list[Any], ours: slice, sizes: list[int]
+        self, step: int, indices: range, samples: list[Any], ours: slice, sizes: list[int]
     ) -> list[Batch]:
         """Return this rank's micro-batches of a global batch, each collated with generators seeded for it."""
         reader = self._reader
@@ -91,7 +91,7 @@ class StreamedData:
         epoch = step // self.order.steps_per_epoch
         for size in sizes:
             part = slice(begin, begin + size)
-            first = places[ours][part][0]
+            first = indices[ours][part][0]
             seed_host_generators(derive_seed(reader.seed, epoch, first, BATCH))
             batches.append(collated(reader.collate, samples[ours][part], step, epoch))
             begin += size
@@ -121,8 +121,8 @@ def _seeded(dataset: Any, seed: int) -> Iterator[Any]:
     seed_host_generators(derive_seed(seed))
     samples = iter(dataset)
     end = object()
-    for place in count():
-        seed_host_generators(derive_seed(seed, place))
+    for index in count():
+        seed_host_generators(derive_seed(seed, index))
         if (sample := next(samples, end)) is end:
             return
         yield sample

@@ -1,7 +1,7 @@
 """BatchNorm over the global batch on CPUs, where torch's SyncBatchNorm has no kernel.
 
-    from tandem.distributed.batchnorm import synchronised
-    model = synchronised(model)         before DDP wraps it; all ranks then run the same forward passes
+    from tandem.distributed.batchnorm import synchronized
+    model = synchronized(model)         before DDP wraps it; all ranks then run the same forward passes
 
 Each layer needs one all-reduce in the forward pass (count, sum and sum of squares per channel) and one in the
 backward pass: 4.6 kB each for 288 channels, and all ranks wait for each other in both. Counts are exchanged
@@ -23,7 +23,7 @@ log = logging.getLogger("tandem.run")
 BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-class SynchronisedBatchNorm(nn.BatchNorm1d):
+class SynchronizedBatchNorm(nn.BatchNorm1d):
     """A BatchNorm of any dimension; outside of training, an ordinary one without communication.
 
     It is not a subclass of nn.SyncBatchNorm, because DDP rejects a CPU model that contains one.
@@ -42,11 +42,11 @@ class SynchronisedBatchNorm(nn.BatchNorm1d):
             return functional.batch_norm(
                 input, self.running_mean, self.running_var, self.weight, self.bias, uses_batch, 0.0, self.eps
             )
-        normalised, mean, variance, count = _Normalise.apply(input, self.weight, self.bias, self.eps)
+        normalized, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps)
         if self.track_running_stats and self.running_mean is not None:
             self._track(mean, variance, count)
-        assert isinstance(normalised, Tensor)
-        return normalised
+        assert isinstance(normalized, Tensor)
+        return normalized
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, count: float) -> None:
@@ -61,7 +61,7 @@ class SynchronisedBatchNorm(nn.BatchNorm1d):
             running.mul_(1 - share).add_(new.to(running.dtype), alpha=share)
 
 
-def synchronised(model: nn.Module) -> nn.Module:
+def synchronized(model: nn.Module) -> nn.Module:
     """Synchronize every BatchNorm in `model`, in place.
 
     The class of a layer is replaced, not the layer object: its hooks, the modules that share it and the
@@ -70,13 +70,13 @@ def synchronised(model: nn.Module) -> nn.Module:
     """
     left = set()
     for layer in model.modules():
-        if not isinstance(layer, BATCHNORMS) or isinstance(layer, SynchronisedBatchNorm):
+        if not isinstance(layer, BATCHNORMS) or isinstance(layer, SynchronizedBatchNorm):
             continue
         # All three BatchNorm classes inherit this forward from torch's _BatchNorm.
         if type(layer).forward is not nn.BatchNorm1d.forward:
             left.add(type(layer).__name__)
             continue
-        layer.__class__ = SynchronisedBatchNorm
+        layer.__class__ = SynchronizedBatchNorm
     if left:
         log.warning(
             "--sync-batchnorm does not convert %s, because it has its own forward()", ", ".join(sorted(left))
@@ -84,7 +84,7 @@ def synchronised(model: nn.Module) -> nn.Module:
     return model
 
 
-class _Normalise(torch.autograd.Function):
+class _Normalize(torch.autograd.Function):
     """Returns the normalized input and, over all ranks, mean, biased variance and count per channel."""
 
     @staticmethod
@@ -120,8 +120,8 @@ class _Normalise(torch.autograd.Function):
         ctx.mark_non_differentiable(mean, variance)
         weight, bias = (each if each is None else each.to(values.dtype) for each in (weight, bias))
         # Training mode would use the statistics of this rank's share instead of these.
-        normalised = functional.batch_norm(values, mean, variance, weight, bias, False, 0.0, eps)
-        return normalised.to(input.dtype), mean, variance, count
+        normalized = functional.batch_norm(values, mean, variance, weight, bias, False, 0.0, eps)
+        return normalized.to(input.dtype), mean, variance, count
 
     @staticmethod
     @once_differentiable
@@ -136,10 +136,10 @@ class _Normalise(torch.autograd.Function):
         values = _wide(input)
         gradient = _wide(gradient)
         shape = [1, -1] + [1] * (values.dim() - 2)
-        centred = (values - mean.view(shape)) * scale.view(shape)
+        centered = (values - mean.view(shape)) * scale.view(shape)
         dims = _all_but_channels(values)
         of_bias = gradient.sum(dims)
-        of_weight = (gradient * centred).sum(dims)
+        of_weight = (gradient * centered).sum(dims)
         of_input = None
         # The ranks have the same layers, so either all of them skip this all-reduce or none does.
         if ctx.needs_input_grad[0]:
@@ -148,7 +148,7 @@ class _Normalise(torch.autograd.Function):
             means = (sums / ctx.count).to(values.dtype)
             of_means, of_scales = (each.view(shape) for each in means.chunk(2))
             factor = scale if weight is None else scale * weight
-            of_input = (gradient - of_means - centred * of_scales) * factor.view(shape)
+            of_input = (gradient - of_means - centered * of_scales) * factor.view(shape)
             of_input = of_input.to(input.dtype)
         has_weight, has_bias = ctx.needs_input_grad[1:3]
         return of_input, of_weight if has_weight else None, of_bias if has_bias else None, None

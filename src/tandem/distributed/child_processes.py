@@ -24,35 +24,35 @@ ASKED = (signal.SIGTERM, signal.SIGINT)
 """A program ends its own processes with these signals, so they are no sign of a failure."""
 
 
-def killed_helper(error: BaseException) -> tuple[str, int] | None:
+def killed_child(error: BaseException) -> tuple[str, int] | None:
     """Return (description, exit code of a rank killed by the same signal) if `error` comes from such an end.
 
     Call it first when a rank ends with an error. torch's SIGCHLD handler raises wherever the program happens
     to be, even in code that handles an earlier sign of the same end. After this call it no longer does.
     """
-    told = _end_of_news()
-    return _found_in(error) or (None if told is None else _found_in(told))
+    last_error = _stop_child_news()
+    return _found_in(error) or (None if last_error is None else _found_in(last_error))
 
 
-def _end_of_news() -> RuntimeError | None:
+def _stop_child_news() -> RuntimeError | None:
     """Remove torch's SIGCHLD handler; return the error that it raised just before."""
     # The handler may raise before it is removed, even here, so the removal is tried again.
-    told = None
+    last_error = None
     while True:
         try:
             # Python sets and runs signal handlers only in the main thread.
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            return told
+            return last_error
         except RuntimeError as error:
-            told = error
+            last_error = error
 
 
 def _found_in(error: BaseException) -> tuple[str, int] | None:
     seen = set[int]()
     each: BaseException | None = error
     while each is not None and id(each) not in seen:
-        if (found := _told_by(each)) is not None:
+        if (found := _cause_of(each)) is not None:
             who, number = found
             return f"{who} was killed ({signal.Signals(number).name})", 128 + number
         seen.add(id(each))
@@ -60,7 +60,7 @@ def _found_in(error: BaseException) -> tuple[str, int] | None:
     return None
 
 
-def _told_by(error: BaseException) -> tuple[str, int] | None:
+def _cause_of(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, subprocess.CalledProcessError) and error.returncode < 0:
         return _known(f"the command {error.cmd!r} started by this rank", -error.returncode)
     code = getattr(error, "exit_code", None)  # of torch.multiprocessing.spawn

@@ -37,7 +37,7 @@ def limited(store: Any, position: Position, kind: str, seconds: float) -> Iterat
 
     def end() -> None:
         if not over.wait(seconds):
-            log.error("%s", complaint(position, kind, seconds, states(position)))
+            log.error("%s", timeout_message(position, kind, seconds, states(position)))
             # An exception would end only this thread, and the main thread may be blocked in C.
             os._exit(PEER_LOST)
 
@@ -75,12 +75,12 @@ def states(position: Position) -> list[tuple[str, str]]:
     return list(zip(words[::2], words[1::2], strict=True))
 
 
-def complaint(position: Position, kind: str, seconds: float, others: list[tuple[str, str]]) -> str:
+def timeout_message(position: Position, kind: str, seconds: float, others: list[tuple[str, str]]) -> str:
     """Return the message: who waits, for whom, and where to look."""
     library = LIBRARIES[kind]
     variable = f"{library.upper()}_SOCKET_IFNAME"
     interface = os.environ.get(variable)
-    said = f"{library} has not connected the {position.world_size} ranks within {seconds:g} s"
+    message = f"{library} has not connected the {position.world_size} ranks within {seconds:g} s"
     here = f"{_name(position)} waits"
     # Ranks that have not begun come first, because the others may be waiting for them.
     for state in (COMES, CONNECTS):
@@ -95,7 +95,7 @@ def complaint(position: Position, kind: str, seconds: float, others: list[tuple[
         remedy = f"{variable} {is_set}; set it to the network interface that reaches the other nodes"
         if kind == "cuda":
             remedy += "; set NCCL_DEBUG=INFO to see what NCCL tries"
-    return f"{said}: {here}; {remedy}"
+    return f"{message}: {here}; {remedy}"
 
 
 def _name(position: Position) -> str:

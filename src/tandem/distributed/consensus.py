@@ -39,7 +39,7 @@ def pack(slots: Tensor, numbers: Tensor) -> Tensor:
     return torch.cat([head, torch.nan_to_num(numbers[1:], posinf=0.0, neginf=0.0)])
 
 
-def left_out(exchanged: Tensor) -> Tensor:
+def is_skipped(exchanged: Tensor) -> Tensor:
     """Return a scalar on the device: 1 if the step must change nothing, else 0."""
     return ((exchanged[LOSS_NOT_FINITE] + exchanged[GRADIENTS_NOT_FINITE]) > 0).float()
 
@@ -83,7 +83,7 @@ class ConsensusReader:
             loss=math.nan if mean[LOSS_NOT_FINITE] > 0 else mean[LOSS],
             # A flag of a single rank makes the mean positive.
             stop=mean[STOP] > 0,
-            left_out=mean[LOSS_NOT_FINITE] + mean[GRADIENTS_NOT_FINITE] > 0,
+            is_skipped=mean[LOSS_NOT_FINITE] + mean[GRADIENTS_NOT_FINITE] > 0,
             # Only rank 0 has bits here. The rounding removes the error of the division.
             decisions=round(mean[DECISIONS] * self._group.size),
             sums=dict(zip(self._names, zip(totals[::2], totals[1::2], strict=True), strict=True)),

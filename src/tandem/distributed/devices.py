@@ -69,8 +69,8 @@ def why_no_gpu(driver: Path) -> str:
     """
     if "CUDA_VISIBLE_DEVICES" in os.environ or torch.version.cuda is None or not driver.exists():
         return ""
-    said = _why_not_begun()
-    return "" if said.startswith(NO_GPU) else said
+    reason = _why_not_begun()
+    return "" if reason.startswith(NO_GPU) else reason
 
 
 def why_refused(devices: Sequence[torch.device]) -> str:
@@ -80,11 +80,11 @@ def why_refused(devices: Sequence[torch.device]) -> str:
     kernel would find both, too late to distinguish them from a hardware failure. Raises errors that a new
     process may fix.
     """
-    if said := _why_not_begun():
-        if said.startswith(NO_GPU) and not DRIVER_FILE.exists():
+    if reason := _why_not_begun():
+        if reason.startswith(NO_GPU) and not DRIVER_FILE.exists():
             return ""
         return (
-            f"CUDA cannot start: {said}; the driver is {driver_version() or 'unknown'}, this torch is for "
+            f"CUDA cannot start: {reason}; the driver is {driver_version() or 'unknown'}, this torch is for "
             f"CUDA {torch.version.cuda}: update the driver, or install a torch built for it"
         )
     archs: list[str] = []

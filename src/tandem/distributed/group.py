@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tandem.distributed.batchnorm import synchronised
+from tandem.distributed.batchnorm import synchronized
 from tandem.distributed.connecting import announce, limited
 from tandem.distributed.gpu_failures import is_gpu_failure, is_of_cuda
 from tandem.distributed.group_store import check_same_kind, forget_dump_signal, open_store
@@ -115,7 +115,7 @@ class ProcessGroup:
         """Leave after success. After a failure, just exit, because destroying the group would deadlock."""
         dist.destroy_process_group()
 
-    def synchronise_batchnorm(self, model: nn.Module) -> nn.Module:
+    def synchronize_batchnorm(self, model: nn.Module) -> nn.Module:
         """Make every BatchNorm use the global batch: torch's layer on GPUs, tandem's on CPUs.
 
         A single rank has the whole global batch and keeps its layers.
@@ -123,7 +123,7 @@ class ProcessGroup:
         if self.size == 1:
             return model
         if self.device.type != "cuda":
-            return synchronised(model)
+            return synchronized(model)
         converted = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         assert isinstance(converted, nn.Module)
         return converted
@@ -145,9 +145,9 @@ class ProcessGroup:
 
     def gather(self, value: int) -> list[int]:
         """Gather an integer below 2**63 from every rank, ordered by rank, on all ranks."""
-        mine = torch.tensor([value], device=self.device)
-        parts = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(parts, mine)
+        own_value = torch.tensor([value], device=self.device)
+        parts = [torch.empty_like(own_value) for _ in range(self.size)]
+        dist.all_gather(parts, own_value)
         return [int(part) for part in parts]
 
     def gather_rows(self, row: Sequence[float]) -> "Gathering":
@@ -155,18 +155,18 @@ class ProcessGroup:
 
         On busy cores, the exchange takes 2 to 3 ms, during which the next step can run.
         """
-        mine = torch.tensor(row, dtype=torch.float64, device=self.device)
+        own_row = torch.tensor(row, dtype=torch.float64, device=self.device)
         rows = torch.empty(self.size * len(row), dtype=torch.float64, device=self.device)
         return Gathering(
-            dist.all_gather_into_tensor(rows, mine, async_op=True), mine, rows.view(self.size, -1)
+            dist.all_gather_into_tensor(rows, own_row, async_op=True), own_row, rows.view(self.size, -1)
         )
 
     def gather_json(self, value: object) -> list[Any]:
         """Gather a JSON value from every rank, ordered by rank, on all ranks; for rare and small values."""
-        mine = bytearray(json.dumps(value).encode())
-        lengths = self.gather(len(mine))
+        payload = bytearray(json.dumps(value).encode())
+        lengths = self.gather(len(payload))
         # all_gather needs equal sizes. JSON ignores the spaces at the end.
-        padded = torch.frombuffer(mine.ljust(max(lengths), b" "), dtype=torch.uint8).to(self.device)
+        padded = torch.frombuffer(payload.ljust(max(lengths), b" "), dtype=torch.uint8).to(self.device)
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded)
         return [json.loads(part.cpu().numpy().tobytes()) for part in parts]
@@ -228,27 +228,27 @@ class ProcessGroup:
 
     def broadcast_buffers(self, model: nn.Module) -> None:
         """Give every rank rank 0's buffers (running statistics), including those made by a forward pass."""
-        mine = dict(model.named_buffers())
+        buffers = dict(model.named_buffers())
         # Only other layers create or reshape buffers in a forward pass, so only they need the exchange of
         # forms.
         if has_buffers_beside_batchnorm(model):
-            forms = {n: [str(b.dtype).removeprefix("torch."), [*b.shape]] for n, b in mine.items()}
+            forms = {n: [str(b.dtype).removeprefix("torch."), [*b.shape]] for n, b in buffers.items()}
             for name, (dtype, shape) in self.broadcast_json(forms).items():
                 if forms.get(name) != [dtype, shape]:
                     owner, _, last = name.rpartition(".")
                     buffer = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
-                    model.get_submodule(owner)._buffers[last] = mine[name] = buffer
-                dist.broadcast(mine[name], src=0)
+                    model.get_submodule(owner)._buffers[last] = buffers[name] = buffer
+                dist.broadcast(buffers[name], src=0)
             return
-        for buffer in mine.values():
+        for buffer in buffers.values():
             dist.broadcast(buffer, src=0)
 
     def check_same_settings(self, settings: Mapping[str, object]) -> None:
         """Raise ConfigError for the first key in which this rank differs from rank 0."""
         reference = self.broadcast_json(dict(settings))
         # Rank 0's values went through JSON, which turns tuples into lists.
-        mine = json.loads(json.dumps(dict(settings)))
-        different = [key for key in sorted({*reference, *mine}) if reference.get(key) != mine.get(key)]
+        own = json.loads(json.dumps(dict(settings)))
+        different = [key for key in sorted({*reference, *own}) if reference.get(key) != own.get(key)]
         # All ranks must leave together; one that continued would wait for the others in its next collective.
         if self.sum([float(bool(different))])[0] == 0:
             return
@@ -256,7 +256,7 @@ class ProcessGroup:
             key = different[0]
             raise ConfigError(
                 f"node {self.position.node_rank} and node 0 were started with different settings: "
-                f"{key} is {mine.get(key)!r} here and {reference.get(key)!r} there; "
+                f"{key} is {own.get(key)!r} here and {reference.get(key)!r} there; "
                 "use the same value on all nodes"
             )
         raise PeerLostError("another node was started with different settings; see its log")

@@ -207,13 +207,13 @@ def check_same_kind(store: Any, position: Position, kind: str) -> None:
         store.set("kind/all", "1")
     store.wait(["kind/all"])
     if all(store.check([f"kind/{each}"]) for each in KINDS):
-        said = " and ".join(f"{store.get(f'kind/{each}').decode()} {what}" for each, what in KINDS.items())
+        kinds = " and ".join(f"{store.get(f'kind/{each}').decode()} {what}" for each, what in KINDS.items())
         if store.add("kind/told", 1) >= position.world_size:
             store.set("kind/all told", "1")
         if position.rank == 0:  # the store may be in rank 0's process, so it must stay until all have read it
             with contextlib.suppress(RuntimeError):
                 store.wait(["kind/all told"], timedelta(seconds=LEAVE_SECONDS))
         raise ConfigError(
-            f"{said}, but all ranks need the same kind of device; use --device cpu, or leave out the nodes "
+            f"{kinds}, but all ranks need the same kind of device; use --device cpu, or leave out the nodes "
             "without a GPU"
         )

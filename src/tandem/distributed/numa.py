@@ -18,11 +18,11 @@ def bind_to_node(devices: Iterable[torch.device], root: Path = Path("/")) -> Non
     the process may use now. Without a GPU or a list, a warning says that nothing was done.
     """
     before = os.sched_getaffinity(0)
-    beside = [_beside(device, root) for device in devices if device.type == "cuda"]
-    there = before & set().union(*(cpus for cpus in beside if cpus is not None))
-    if not beside or None in beside or not there:
+    nearby = [_cpus_near(device, root) for device in devices if device.type == "cuda"]
+    there = before & set().union(*(cpus for cpus in nearby if cpus is not None))
+    if not nearby or None in nearby or not there:
         why = (
-            "there is no GPU" if not beside else "the kernel does not report which CPUs are close to the GPU"
+            "there is no GPU" if not nearby else "the kernel does not report which CPUs are close to the GPU"
         )
         log.warning("--numa-binding node has no effect: %s", why)
         return
@@ -37,7 +37,7 @@ def bind_to_node(devices: Iterable[torch.device], root: Path = Path("/")) -> Non
     log.info("bound to %d of %d CPUs, those of the GPU's NUMA node", len(there), len(before))
 
 
-def _beside(device: torch.device, root: Path) -> set[int] | None:
+def _cpus_near(device: torch.device, root: Path) -> set[int] | None:
     found = torch.cuda.get_device_properties(device)
     try:
         address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"  # type: ignore[attr-defined]

@@ -58,8 +58,8 @@ class Position:
     @property
     def own_memories(self) -> tuple[NodeMemory, ...]:
         """The region of this rank's own state; empty without an agent."""
-        place = len(self.memories) // 2 + self.local_rank
-        return self.memories[place : place + 1]
+        index = len(self.memories) // 2 + self.local_rank
+        return self.memories[index : index + 1]
 
     @property
     def gpu(self) -> int:

@@ -52,7 +52,7 @@ class _Carrying(nn.Module):
         self.model = model
         self._passenger = passenger
         self.carrier = nn.Parameter(torch.zeros_like(passenger.numbers))
-        self.is_settling = self.is_due = self.has_taken = False
+        self.is_zero_pass = self.is_due = self.has_taken = False
         # DDP reads this attribute of the module that it wraps, where the model's names have a prefix.
         ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
         self._ddp_params_and_buffers_to_ignore = [f"model.{name}" for name in ignored]
@@ -61,18 +61,18 @@ class _Carrying(nn.Module):
         # DDP waits for each parameter's gradient, and that of the last layer comes first. If a pass may leave
         # out parameters, any of them may be the first.
         for parameter in self.exchanged if finds_unused else self.exchanged[-1:]:
-            parameter.register_post_accumulate_grad_hook(self._take_along)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(self._add_piggybacked)  # type: ignore[no-untyped-call]
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return (output, carrier). DDP treats parameters as unused if no returned tensor depends on them."""
-        if self.is_settling:
+        if self.is_zero_pass:
             zeros = [_zero_through(p, sparse) for p, sparse in self._with_kinds()]
             return (torch.stack([zero.to(self.carrier.device) for zero in zeros]).sum(),)
         # A forward pass without gradients is followed by no backward pass.
         self.is_due = torch.is_grad_enabled()
         return self.model(*inputs, **named), _Used(self.carrier.view_as(self.carrier))
 
-    def _take_along(self, _parameter: Tensor) -> None:
+    def _add_piggybacked(self, _parameter: Tensor) -> None:
         """Add the values in a backward pass: once, then zeros, however often the model was called."""
         if self.is_due:
             self.is_due = False
@@ -101,7 +101,7 @@ def _zero_through(parameter: nn.Parameter, sparse: bool) -> Tensor:
     return values.sum().float() * 0
 
 
-def give_rank_0s_weights(model: nn.Module, group: ProcessGroup) -> None:
+def broadcast_weights(model: nn.Module, group: ProcessGroup) -> None:
     """Give all ranks the weights of rank 0, for a model without communication."""
     if group.size > 1:
         with torch.no_grad():
@@ -125,18 +125,18 @@ class Replica(DistributedDataParallel):
         compressed = compression(exchange, group)
         if compressed is not None:
             compressed.attach(self, self.module.carrier, dict(model.named_parameters()))
-        self._settle()
+        self._run_zero_pass()
 
-    def _settle(self) -> None:
+    def _run_zero_pass(self) -> None:
         """Run a backward pass of zeros, in which the order of gradients depends only on the parameters.
 
         DDP reduces its first step in initial buckets, and later ones in buckets rebuilt in the order in which
         gradients arrived. A different layout adds in a different order (observed with 3 or more ranks). This
         pass is the first step of both a new and a resumed run, so that both have the same buckets.
         """
-        self.module.is_settling = True
+        self.module.is_zero_pass = True
         self().backward()
-        self.module.is_settling = False
+        self.module.is_zero_pass = False
         # Optimizers skip None, but treat zeros as a gradient (weight decay, momentum).
         for parameter in self.module.parameters():
             parameter.grad = None

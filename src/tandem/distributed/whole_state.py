@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tandem.checkpoint.flatten import flatten, homes_by_place, unflatten
+from tandem.checkpoint.flatten import flatten, homes_by_index, unflatten
 from tandem.checkpoint.plain import restored
 from tandem.checkpoint.state import deserialize, has_form, serialize
 from tandem.distributed.group import BROADCAST_CHUNK_BYTES, ProcessGroup
@@ -27,13 +27,13 @@ def broadcast_state(
     # torch.save writes the containers and empty tensors, so this part is small.
     bare = serialize(unflatten(skeleton, [NO_ELEMENT] * len(tensors))) if world.is_first else None
     skeleton, _ = flatten(deserialize(world.broadcast_bytes(bare)))
-    told = world.broadcast_json(
+    received = world.broadcast_json(
         [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in tensors]
     )
     if not world.is_first:
-        there = homes_by_place(skeleton, homes)
-        forms = [(getattr(torch, dtype), torch.Size(shape)) for dtype, shape in told]
-        tensors = [_memory(there.get(place), *form) for place, form in enumerate(forms)]
+        there = homes_by_index(skeleton, homes)
+        forms = [(getattr(torch, dtype), torch.Size(shape)) for dtype, shape in received]
+        tensors = [_memory(there.get(index), *form) for index, form in enumerate(forms)]
     for tensor in tensors:
         _broadcast_bytes_of(world, tensor)
     return restored(unflatten(skeleton, tensors))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tandem.kubernetes import commands
 from tandem.kubernetes.parameters import JOB
 from tandem.kubernetes.render import KIND, UsageError
-from tandem.kubernetes.wording import speak_make
+from tandem.kubernetes.wording import use_make_wording
 
 
 def main(words: Sequence[str]) -> int:
@@ -21,7 +21,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--nodes", default="", help="the job's pods")
     parser.add_argument("--purge", action="store_true", help="delete the volume as well")
     given = parser.parse_args(words)
-    speak_make()
+    use_make_wording()
     try:
         asked = commands.Asked(
             verb=given.verb,

@@ -23,7 +23,7 @@ def logs(target: Target) -> int:
     """
     preflight(target)
     followed: Followed = {}
-    said = ""
+    printed = ""
     unseen = 0
     try:
         while True:
@@ -45,8 +45,8 @@ def logs(target: Target) -> int:
                 print(f"{target.name} has ended: {end}", flush=True)
                 return end.code
             waiting = "" if followed else _waiting(pods)
-            if waiting and waiting != said:
-                print(said := waiting, flush=True)
+            if waiting and waiting != printed:
+                print(printed := waiting, flush=True)
             time.sleep(POLL_SECONDS)
     finally:
         for process in followed.values():

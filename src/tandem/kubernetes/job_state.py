@@ -96,28 +96,30 @@ def container_lines(pod: Mapping[str, Any]) -> list[str]:
     name = pod["metadata"]["name"]
     lines = []
     for status in container_statuses(pod):
-        said = _state(status.get("state", {}))
+        state = _state(status.get("state", {}))
         last = status.get("lastState", {}).get("terminated")
         if last:
-            said += f"; before: {_state({'terminated': last})}"
+            state += f"; before: {_state({'terminated': last})}"
         restarts = int(status.get("restartCount", 0))
         if restarts:
-            said += f"; {restarts} restart{'s' * (restarts > 1)}"
-        lines.append(f"{name}  {status['name']}  {said}")
+            state += f"; {restarts} restart{'s' * (restarts > 1)}"
+        lines.append(f"{name}  {status['name']}  {state}")
     if not lines:
         why = [each for each in pod.get("status", {}).get("conditions", []) if each.get("status") == "False"]
-        said = why[0].get("message") or why[0].get("reason", "") if why else ""
-        lines.append(f"{name}  {pod.get('status', {}).get('phase', 'Pending')}{f': {said}' if said else ''}")
+        state = why[0].get("message") or why[0].get("reason", "") if why else ""
+        lines.append(
+            f"{name}  {pod.get('status', {}).get('phase', 'Pending')}{f': {state}' if state else ''}"
+        )
     return lines
 
 
 def _state(state: Mapping[str, Any]) -> str:
     if "terminated" in state:
         end = state["terminated"]
-        said = f"ended with {end['exitCode']}"
+        text = f"ended with {end['exitCode']}"
         reason = end.get("reason", "")
         # Completed and Error add nothing to the exit code.
-        return f"{said} ({reason})" if reason not in ("", "Completed", "Error") else said
+        return f"{text} ({reason})" if reason not in ("", "Completed", "Error") else text
     if "waiting" in state:
         waiting = state["waiting"]
         message = str(waiting.get("message", "")).split("\n")[0]

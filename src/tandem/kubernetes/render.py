@@ -97,28 +97,28 @@ def parts_of(selection: str) -> tuple[str, list[str]]:
     asked = [ALIASES.get(part, part) for part in named]
     kinds = list(dict.fromkeys(part for part in asked if part in FOLDERS))
     parts = {part for part in asked if part not in FOLDERS}
-    said = mistake("--with", selection)
+    message = mistake("--with", selection)
     if len(kinds) > 1:
-        raise UsageError(f"{said} {kinds[0]} and {kinds[1]} are two kinds of job; leave one of them out")
+        raise UsageError(f"{message} {kinds[0]} and {kinds[1]} are two kinds of job; leave one of them out")
     kind = kinds[0] if kinds else KIND
     choices = f"{kind} allows {', '.join(allowed(kind))}"
     if unknown := sorted(parts - set(ORDER)):
         hint = did_you_mean(nearest(unknown[0], (*allowed(kind), *FOLDERS, *ALIASES)), ";")
         raise UsageError(
-            f"{said} {', '.join(unknown)} is unknown{hint} {choices}; the kinds are {', '.join(FOLDERS)}"
+            f"{message} {', '.join(unknown)} is unknown{hint} {choices}; the kinds are {', '.join(FOLDERS)}"
         )
     if not asked:
         example = typed("render", {"--with": "gpu,kueue"})
         raise UsageError(
-            f"{said} it is empty; {choices}; the kinds are {', '.join(FOLDERS)}; for example: {example}"
+            f"{message} it is empty; {choices}; the kinds are {', '.join(FOLDERS)}; for example: {example}"
         )
     for part in sorted(parts):
         if part not in allowed(kind):
             only = f" (only {ONLY[part]} has it)" if part in ONLY else ""
-            raise UsageError(f"{said} {kind} has no component {part}{only}; {choices}; leave {part} out")
+            raise UsageError(f"{message} {kind} has no component {part}{only}; {choices}; leave {part} out")
     for one, other in CONTRADICTIONS:
         if {one, other} <= parts:
-            raise UsageError(f"{said} {one} contradicts {other}; leave one of them out")
+            raise UsageError(f"{message} {one} contradicts {other}; leave one of them out")
     parts |= {NEEDS[part] for part in parts if part in NEEDS}
     return kind, sorted(parts, key=ORDER.index)
 

@@ -9,7 +9,7 @@ _MAKE = {
 _by_make = False
 
 
-def speak_make() -> None:
+def use_make_wording() -> None:
     """Name make's targets and variables from now on."""
     global _by_make
     _by_make = True

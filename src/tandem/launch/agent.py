@@ -15,11 +15,11 @@ from tandem.launch.connectivity import Connect, what_is_wrong
 from tandem.launch.generations import NodeAgent
 from tandem.launch.node_context import NodeContext, RestartBudget
 from tandem.launch.rendezvous import (
+    JobEndedError,
     StopRequestedError,
     StoreLostError,
-    VerdictError,
-    is_let_in,
-    outstay_node_0,
+    is_admitted,
+    wait_for_end_of_node_0,
 )
 from tandem.launch.rendezvous_state import paces
 from tandem.launch.secret import SECRET
@@ -53,29 +53,29 @@ def run_agent(node: NodeContext) -> AgentReport:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     placement = node.placement
     hasten_rendezvous(paces(placement.nodes).poll_seconds)
-    server = node.place.host() if placement.node_rank == 0 else None
-    if server is not None and node.place.is_open:
+    server = node.endpoint.host() if placement.node_rank == 0 else None
+    if server is not None and node.endpoint.is_open:
         text = "this job has no secret (%s): anyone who can reach port %d can end it; see docs/security.md"
         log.warning(text, SECRET, placement.master_port)
     watchdog = Watchdog(
         placement.node_rank,
         placement.local_name or "localhost",
-        node.place.address[1],
-        node.place.connect,
+        node.endpoint.address[1],
+        node.endpoint.connect,
         node.view.metrics,
     )
-    node.view.on_heartbeat = watchdog.hear
+    node.view.on_heartbeat = watchdog.record_heartbeat
     watchdog.on_beats = SlowRanks(node.view.receive, node.view.event).look
     watchdog.start()
     try:
         report = replace(_run_connections(node, watchdog, server), store=server)
     finally:
         watchdog.close(server)
-        node.workers.dismiss()
+        node.workers.end_standby()
     # Node 0 has the log with the cause, and a platform cleans up when the first container exits. A node that
     # the platform restarts (a retried code), or that has left an elastic job, has no reason to wait.
     if placement.node_rank != 0 and not is_retried(report.code) and not report.has_left:
-        outstay_node_0(placement, LEAVE_SECONDS + node.view.linger_seconds, lambda: bool(node.stop))
+        wait_for_end_of_node_0(placement, LEAVE_SECONDS + node.view.linger_seconds, lambda: bool(node.stop))
     return report
 
 
@@ -86,8 +86,8 @@ def _run_connections(node: NodeContext, watchdog: Watchdog, server: TCPStore | N
     while True:
         agent: NodeAgent | None = None
         try:
-            store = server or node.place.join(patience, node.stop)
-            if not is_let_in(store, node.placement, patience, node.stop, was_in=budget.generations > 0):
+            store = server or node.endpoint.join(patience, node.stop)
+            if not is_admitted(store, node.placement, patience, node.stop, was_in=budget.generations > 0):
                 # Node 0 exited while this node waited to be let in; connect to its successor.
                 continue
             agent = NodeAgent(node, store, watchdog, budget)
@@ -96,16 +96,16 @@ def _run_connections(node: NodeContext, watchdog: Watchdog, server: TCPStore | N
             # 137, not 143: a stop during the rendezvous saves nothing, and 143 promises a checkpoint.
             code = KILLED
             reason = _stopped(node, watchdog.has_ever_trained)
-        except VerdictError as verdict:
+        except JobEndedError as result:
             # Every node exits with the same code and reason, whichever node found them.
-            code = verdict.code
-            reason = str(verdict)
+            code = result.code
+            reason = str(result)
         except RendezvousTimeoutError:
             missing = f"not all of {node.placement.nodes} nodes joined within {patience:.0f} s"
             code = PEER_LOST
             reason = f"{missing}; start the others, or raise --master-timeout"
             # This node reached the store, so the check can read there which nodes are missing.
-            _say_what_is_wrong(node, node.place.connect)
+            _say_what_is_wrong(node, node.endpoint.connect)
         except PeerLostError as error:
             code = error.exit_code
             reason = str(error)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tandem.config import SETTINGS, Given, resolve
 from tandem.errors import ConfigError
-from tandem.launch.program import split
+from tandem.launch.program_arguments import split
 from tandem.launch.secret import take_key
 from tandem.launch.torchrun_flags import translated
 from tandem.platforms.placement import Placement, detect, of_this_process
@@ -23,13 +23,13 @@ PLACE = ("nodes", "node_rank", "elastic", "master")
 """The settings that determine a node's position in the job."""
 
 
-def tell_others(words: Sequence[str], environ: Mapping[str, str], mistake: ConfigError) -> None:
+def announce_error(words: Sequence[str], environ: Mapping[str, str], mistake: ConfigError) -> None:
     """End the nodes that wait for this one, with the reason; `words` are those after `tandem launch`.
 
     Reaches the nodes that arrive within ANNOUNCE_SECONDS. Whether there are any is unknown here.
     """
     with suppress(ConfigError, OSError):
-        placement = place_of(words, environ)
+        placement = placement_of(words, environ)
         key = take_key(dict(environ))
         if placement is None or (placement.elastic and placement.node_rank):
             return  # an elastic job can start without this node
@@ -40,7 +40,7 @@ def tell_others(words: Sequence[str], environ: Mapping[str, str], mistake: Confi
         announce(StoreEndpoint(placement, key), mistake.exit_code, str(mistake), StopFlag())
 
 
-def place_of(words: Sequence[str], environ: Mapping[str, str]) -> Placement | None:
+def placement_of(words: Sequence[str], environ: Mapping[str, str]) -> Placement | None:
     """Return this node's placement if it is one of several nodes with an agent each, else None.
 
     Also returns None if the position is unknown.

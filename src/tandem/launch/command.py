@@ -9,16 +9,16 @@ from functools import partial
 from pathlib import Path
 
 from tandem.config import Given, Settings, as_flags, resolve
-from tandem.config.task_names import parsed, untyped
+from tandem.config.task_names import parsed, untyped_task_note
 from tandem.errors import ConfigError, TandemError
 from tandem.json_output import wrap_stderr
 from tandem.launch.gpus import gpus_of, share_of_replica
 from tandem.launch.misplaced_flags import hint
 from tandem.launch.node import run_this_node, with_port
-from tandem.launch.program import check
-from tandem.launch.run_dir import of_this_job
+from tandem.launch.program_arguments import check
+from tandem.launch.run_dir import adjust_for_job
 from tandem.launch.simulated import simulate
-from tandem.launch.termination import leave_word
+from tandem.launch.termination import write_termination_message
 from tandem.launch.torch_variables import wait_passively
 from tandem.launch.workers import resolve as import_rank_function
 from tandem.log import is_quiet, outlive_the_terminal, setup, writes_to_file
@@ -28,7 +28,7 @@ from tandem.run.directory import RunDir
 from tandem.run.lease import refuse_if_owned
 from tandem.script.job import Program
 from tandem.signals import StopFlag
-from tandem.slow_start import still
+from tandem.slow_start import log_if_slow
 from tandem.text import shown
 from tandem.work.base import Workload
 
@@ -51,7 +51,7 @@ def launch(flags: Flags, environ: Environment, program: Program | None = None) -
             return _launch(flags, environ, program)
         return _launch_replica(flags, environ, program)
     except TandemError as error:
-        leave_word(str(error))
+        write_termination_message(str(error))
         raise
 
 
@@ -124,7 +124,7 @@ def train(flags: Flags, environ: Environment) -> int:
 
 def _train(run: RunDir, settings: Settings, placement: Placement, chosen: frozenset[str]) -> int:
     wait_passively()
-    with still("importing torch"):
+    with log_if_slow("importing torch"):
         from tandem.launch.lone_rank import run_lone_rank
         from tandem.work.task import RANK_FUNCTION
 
@@ -143,7 +143,7 @@ def _begin(
         settings = settings.replace(task=program.name, task_fields={})
     else:
         parsed(settings.run.task)  # reports a misspelled name before torch is imported
-        notes += filter(None, [untyped(loaded)])
+        notes += filter(None, [untyped_task_note(loaded)])
     placement = detect(of_this_process(environ), socket.gethostname(), settings.launch)
     setup(None, None, placement.node_rank, True, settings.telemetry.log_format == "json")
     is_simulated = placement.nodes_share_host and not placement.starts_all
@@ -156,7 +156,7 @@ def _begin(
         for name in sorted(loaded.chosen):
             log.debug("setting %s, from %s", name, loaded.sources[name])
     run = RunDir.open(settings, placement, time.time())
-    settings = of_this_job(run, run.recorded(settings), placement)
+    settings = adjust_for_job(run, run.recorded(settings), placement)
     return run, settings, placement, loaded.chosen
 
 
@@ -165,7 +165,7 @@ def where(run: RunDir, saves: bool) -> str:
 
     A script stores its checkpoints where it likes (not `saves`), so none are listed for it.
     """
-    place = shown(run.where)
-    logs = place if run.is_here else run.folder
-    checkpoints = f"checkpoints  {place}/checkpoints\n" if saves else ""
-    return f"run          {place}\n{checkpoints}logs         {logs}/log"
+    run_dir = shown(run.where)
+    logs = run_dir if run.is_here else run.folder
+    checkpoints = f"checkpoints  {run_dir}/checkpoints\n" if saves else ""
+    return f"run          {run_dir}\n{checkpoints}logs         {logs}/log"

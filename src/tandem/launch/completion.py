@@ -14,7 +14,7 @@ from tandem import running_clock
 from tandem.distributed.position import Position
 from tandem.errors import FINISHED, PEER_LOST, STOPPED
 from tandem.launch.node_context import NodeContext
-from tandem.launch.rendezvous import VERDICT_KEY, VerdictError, leave_verdict, verdict_in
+from tandem.launch.rendezvous import JOB_RESULT_KEY, JobEndedError, job_end_in, publish_job_result
 from tandem.launch.rendezvous_state import others_live
 from tandem.timeouts import LEAVE_SECONDS, MONITOR_SECONDS, WAITING_WORD_SECONDS
 from tandem.work.root_cause import Cause
@@ -29,7 +29,7 @@ def await_other_nodes(
 ) -> None:
     """Wait on node 0 until the ranks of all nodes have succeeded; the ranks here have.
 
-    Other nodes return at once. The wait lasts up to --master-timeout. Raises VerdictError if other nodes end
+    Other nodes return at once. The wait lasts up to --master-timeout. Raises JobEndedError if other nodes end
     in another way.
     """
     config = node.config
@@ -40,14 +40,14 @@ def await_other_nodes(
     if node.placement.node_rank != 0:
         return
     # A node that is restarted meanwhile reads it and exits with 0.
-    leave_verdict(store, FINISHED, "")
+    publish_job_result(store, FINISHED, "")
     deadline = heard + config.master_timeout
     next_word = heard + WAITING_WORD_SECONDS
     is_stopped = False
     while (well := store.add(key, 0)) < position.nodes:
         # A failure replaces the success in the store, whichever node was first.
-        if (verdict := verdict_in(store)) is not None and verdict.code != FINISHED:
-            raise verdict
+        if (result := job_end_in(store)) is not None and result.code != FINISHED:
+            raise result
         now = running_clock.now()
         if others_live(handler, node.placement):
             heard = now
@@ -58,10 +58,10 @@ def await_other_nodes(
             deadline = min(deadline, now + config.shutdown_timeout)
         if now > min(deadline, heard + LEAVE_SECONDS) or node.stop.interrupts > 1:
             # No node may read a success any more.
-            store.delete_key(VERDICT_KEY)
-            said = f"the ranks on {well} of {position.nodes} nodes finished, the others did not"
+            store.delete_key(JOB_RESULT_KEY)
+            what = f"the ranks on {well} of {position.nodes} nodes finished, the others did not"
             why = "they may be lost, or need a longer --master-timeout"
-            raise VerdictError(STOPPED if node.stop else PEER_LOST, f"{said}; {why}")
+            raise JobEndedError(STOPPED if node.stop else PEER_LOST, f"{what}; {why}")
         if now > next_word:
             next_word = deadline
             log.info("the ranks on this node finished; waiting for the other nodes")
@@ -72,7 +72,7 @@ def leave_cause(store: TCPStore, cause: Cause) -> str:
     """Tell the other nodes why the ranks here failed, and return it for this node."""
     with contextlib.suppress(RuntimeError):
         store.set(CAUSE_KEY, cause.to_json())
-    return _told(cause)
+    return _described(cause)
 
 
 def cause_in(store: TCPStore, node_rank: int) -> str:
@@ -80,10 +80,10 @@ def cause_in(store: TCPStore, node_rank: int) -> str:
     with contextlib.suppress(RuntimeError, ValueError):
         if store.check([CAUSE_KEY]):
             cause = Cause.from_json(store.get(CAUSE_KEY))
-            return _told(cause) if node_rank == 0 else str(cause)
+            return _described(cause) if node_rank == 0 else str(cause)
     return ""
 
 
-def _told(cause: Cause) -> str:
+def _described(cause: Cause) -> str:
     """Return the cause with its traceback, unless rank 0 has shown that on node 0's terminal already."""
-    return cause.in_one_line() if cause.rank == 0 else cause.told()
+    return cause.in_one_line() if cause.rank == 0 else cause.with_traceback()

@@ -20,7 +20,7 @@ from tandem.distributed.group_store import connect_store
 from tandem.errors import PeerLostError
 from tandem.launch.addresses import addresses_of, family_of, is_local
 from tandem.launch.rendezvous_state import STATE_KEY, from_text
-from tandem.launch.tls_proxy import is_gate
+from tandem.launch.tls_proxy import is_proxy
 from tandem.platforms.placement import Placement
 from tandem.timeouts import (
     CLOCK_LOOK_SECONDS,
@@ -43,7 +43,7 @@ class ConnectivityProblem(NamedTuple):
 
     name: str
     state: Literal["pass", "warn", "fail"]
-    said: str
+    text: str
     remedy: str = ""
 
 
@@ -55,7 +55,7 @@ def what_is_wrong(
     `connect` opens the store, if this node was admitted there.
     """
     found = [*names(placement, environ), *interfaces(environ), *others(placement, True, connect)]
-    return {each.name: f"{each.said}; {each.remedy}" for each in found if each.state != "pass"}
+    return {each.name: f"{each.text}; {each.remedy}" for each in found if each.state != "pass"}
 
 
 def others(
@@ -72,17 +72,17 @@ def others(
     elif addresses:
         reached = _reached(placement)
         here = set[int]()
-        if reached.state == "pass" and (connect or not is_gate(_master(placement))):
+        if reached.state == "pass" and (connect or not is_proxy(_master(placement))):
             try:
-                here, skews = _told(placement, connect or partial(_store, placement))
+                here, skews = _nodes_and_skews(placement, connect or partial(_store, placement))
             except PeerLostError as error:
                 remedy = "run `ss -ltnp` on that host to see which program it is"
                 reached = ConnectivityProblem("MASTER_PORT", "fail", str(error), remedy)
         yield reached
         missing = [str(node) for node in range(placement.nodes) if node not in here]
         if waited and here and missing and placement.elastic is None:
-            said = f"node {', '.join(missing)} did not join"
-            yield ConnectivityProblem("nodes", "fail", said, "check its log and start it")
+            text = f"node {', '.join(missing)} did not join"
+            yield ConnectivityProblem("nodes", "fail", text, "check its log and start it")
     yield clock(skews)
 
 
@@ -95,21 +95,25 @@ def names(placement: Placement, environ: Environment) -> Iterator[ConnectivityPr
         remedy = "correct --master HOST:PORT; on Kubernetes, check that node 0's headless service exists"
         yield ConnectivityProblem(name, "fail", f"{host} does not resolve here", remedy)
     elif placement.node_rank == 0 and not any(map(is_local, found)):
-        said = f"{host} is {', '.join(found)}, which is not an address of this host (node 0)"
-        yield ConnectivityProblem(name, "warn", said, "use node 0's own name, unless this is NAT")
+        text = f"{host} is {', '.join(found)}, which is not an address of this host (node 0)"
+        yield ConnectivityProblem(name, "warn", text, "use node 0's own name, unless this is NAT")
     else:
         yield ConnectivityProblem(name, "pass", f"{host} is {', '.join(found)}")
     # gloo uses the address of the host's own name, unless an interface is set.
     if placement.is_one_host or any(environ.get(each) for each in INTERFACES):
         return
     own = socket.gethostname()
-    mine = addresses_of(own)
-    if all(each.startswith("127.") or each == "::1" for each in mine):
-        known = f"is {', '.join(mine)} here, which no other node can reach" if mine else "does not resolve"
+    own_addresses = addresses_of(own)
+    if all(each.startswith("127.") or each == "::1" for each in own_addresses):
+        known = (
+            f"is {', '.join(own_addresses)} here, which no other node can reach"
+            if own_addresses
+            else "does not resolve"
+        )
         remedy = f"add {own} with its real address to /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface"
         yield ConnectivityProblem("own name", "fail", f"{own} {known}", remedy)
     else:
-        yield ConnectivityProblem("own name", "pass", f"{own} is {', '.join(mine)}")
+        yield ConnectivityProblem("own name", "pass", f"{own} is {', '.join(own_addresses)}")
 
 
 def interfaces(environ: Environment, networks: Path = NETWORKS) -> Iterator[ConnectivityProblem]:
@@ -119,13 +123,13 @@ def interfaces(environ: Environment, networks: Path = NETWORKS) -> Iterator[Conn
     """
     there = {path.name: _is_up(path) for path in networks.iterdir()} if networks.is_dir() else {}
     wrong = ""
-    said = []
+    requested = []
     for variable in INTERFACES:
         text = environ.get(variable, "")
         for word in text.removeprefix("^").removeprefix("=").split(",") if text else ():
             is_exact = variable != "NCCL_SOCKET_IFNAME" or text.startswith("=")
             fits = [up for name, up in there.items() if (name if is_exact else name[: len(word)]) == word]
-            said.append(f"{variable}={text}")
+            requested.append(f"{variable}={text}")
             if there and not text.startswith("^") and not any(fits):
                 wrong = f"{variable}={text}: {word} {'is down' if fits else 'does not exist'}"
     up = ", ".join(sorted(name for name, is_up in there.items() if is_up)) or "none"
@@ -135,7 +139,7 @@ def interfaces(environ: Environment, networks: Path = NETWORKS) -> Iterator[Conn
         )
     else:
         yield ConnectivityProblem(
-            "interface", "pass", f"{', '.join(said) or 'none requested'}; up here: {up}"
+            "interface", "pass", f"{', '.join(requested) or 'none requested'}; up here: {up}"
         )
 
 
@@ -153,9 +157,9 @@ def world_size(environ: Environment, placement: Placement | None, nproc: int) ->
         return (
             None if placement is None else ConnectivityProblem("WORLD_SIZE", "pass", stated or "is not set")
         )
-    said = f"WORLD_SIZE={stated} counts pods: {pods} pods of {ranks} ranks are {int(pods) * ranks} ranks"
+    message = f"WORLD_SIZE={stated} counts pods: {pods} pods of {ranks} ranks are {int(pods) * ranks} ranks"
     remedy = f"set nprocPerNode: {ranks} in the PyTorchJob, as a string, and leave WORLD_SIZE to the operator"
-    return ConnectivityProblem("WORLD_SIZE", "warn" if placement is not None else "fail", said, remedy)
+    return ConnectivityProblem("WORLD_SIZE", "warn" if placement is not None else "fail", message, remedy)
 
 
 def clock(skews: Mapping[str, float]) -> ConnectivityProblem:
@@ -176,8 +180,8 @@ def clock(skews: Mapping[str, float]) -> ConnectivityProblem:
         side = {True: "ahead of", False: "behind"}
         differs = [f"{abs(by):.0f} s {side[by > 0]} {node}'s" for node, by in far.items()]
         return ConnectivityProblem("clock", "warn", ", ".join(differs), remedy)
-    said = f"agrees with {', '.join(skews)}" if skews else "no other node to compare it with"
-    return ConnectivityProblem("clock", "pass", said)
+    message = f"agrees with {', '.join(skews)}" if skews else "no other node to compare it with"
+    return ConnectivityProblem("clock", "pass", message)
 
 
 def _is_up(path: Path) -> bool:
@@ -195,11 +199,11 @@ def _free(placement: Placement, address: str) -> ConnectivityProblem:
             probe.bind((address if placement.is_one_host else "", port))
             probe.listen()
         except OSError as error:
-            said = f"cannot listen on port {port}: {os.strerror(error.errno or 0)}"
+            problem = f"cannot listen on port {port}: {os.strerror(error.errno or 0)}"
             remedy = (
                 f"run `ss -ltnp sport = :{port}` to see what does; unless it is this job, choose another port"
             )
-            return ConnectivityProblem("MASTER_PORT", "fail", said, remedy)
+            return ConnectivityProblem("MASTER_PORT", "fail", problem, remedy)
     return ConnectivityProblem("MASTER_PORT", "pass", f"{port} is free" if port else "any free port")
 
 
@@ -208,13 +212,13 @@ def _reached(placement: Placement) -> ConnectivityProblem:
     try:
         socket.create_connection(_master(placement), timeout=MASTER_ANSWER_SECONDS).close()
     except ConnectionRefusedError:
-        said = f"nothing listens at {where}"
+        problem = f"nothing listens at {where}"
         remedy = "start node 0; if it is running, it uses another port"
-        return ConnectivityProblem("MASTER_PORT", "warn", said, remedy)
+        return ConnectivityProblem("MASTER_PORT", "warn", problem, remedy)
     except OSError as error:
-        said = f"{where} cannot be reached: {error.strerror or error}"
+        problem = f"{where} cannot be reached: {error.strerror or error}"
         remedy = "check the firewall, security group and NetworkPolicy, and that the address is current"
-        return ConnectivityProblem("MASTER_PORT", "fail", said, remedy)
+        return ConnectivityProblem("MASTER_PORT", "fail", problem, remedy)
     return ConnectivityProblem("MASTER_PORT", "pass", f"{where} answers")
 
 
@@ -227,7 +231,7 @@ def _store(placement: Placement) -> TCPStore:
     return connect_store(*_master(placement), timeout, MASTER_ANSWER_SECONDS)
 
 
-def _told(placement: Placement, connect: Connect) -> tuple[set[int], dict[str, float]]:
+def _nodes_and_skews(placement: Placement, connect: Connect) -> tuple[set[int], dict[str, float]]:
     """Return which nodes are in the store, and by how many seconds this clock is ahead of theirs.
 
     Each live node writes its time there once a second. Raises PeerLostError if no store answers.

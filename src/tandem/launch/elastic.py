@@ -60,7 +60,7 @@ class Departures:
         with contextlib.suppress(RuntimeError):
             self._store.add(self._key(position), 1)
 
-    def others_go_on(self, position: Position) -> bool:
+    def others_continue(self, position: Position) -> bool:
         """Return whether nodes leave that generation and at least MIN remain.
 
         If node 0 is among them, its job result ends the job before the next rendezvous completes.
@@ -74,7 +74,7 @@ class Departures:
 
     def can_leave(self, position: Position) -> bool:
         """Return whether this node can leave the job to the others."""
-        return self._placement.node_rank != 0 and self.others_go_on(position)
+        return self._placement.node_rank != 0 and self.others_continue(position)
 
     @staticmethod
     def go(handler: DynamicRendezvousHandler) -> None:

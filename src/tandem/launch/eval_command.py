@@ -12,13 +12,13 @@ from pathlib import PurePath
 from typing import Any
 
 from tandem import layout
-from tandem.checkpoint.decision import say_damaged
+from tandem.checkpoint.decision import warn_damaged
 from tandem.checkpoint.locate import locate
 from tandem.checkpoint.manifest import check_fits
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import SETTINGS, Given, Settings, as_flags, resolve
 from tandem.config.slices import LaunchConfig
-from tandem.config.task_names import is_script, named_by
+from tandem.config.task_names import is_script, whose_code_runs
 from tandem.data.datasets import one_line
 from tandem.distributed.position import Position
 from tandem.errors import FAILED, FINISHED, ConfigError, PeerLostError, TandemError, job_code, shell_code
@@ -40,14 +40,14 @@ NOT_OF_THE_RUN = ("device", "threads", "workers", "batch_shares", "compile")
 """Settings of the training that do not apply to an evaluation, or to another machine."""
 
 
-def evaluate(place: str, given: Mapping[str, Given], environ: Mapping[str, str], as_json: bool) -> int:
-    """Evaluate the newest valid checkpoint at `place`, or the step that it names; return the exit code.
+def evaluate(source: str, given: Mapping[str, Given], environ: Mapping[str, str], as_json: bool) -> int:
+    """Evaluate the newest valid checkpoint at `source`, or the step that it names; return the exit code.
 
     Raises TandemError.
     """
-    store, step = locate(place)
+    store, step = locate(source)
     step, info = _newest(store) if step is None else (step, store.info(step))
-    settings, said = settings_of(store.directory, info, given, environ)
+    settings, note = settings_of(store.directory, info, given, environ)
     environ = outside_steps(environ)
     placement = detect(environ, socket.gethostname(), settings.launch)
     exactly = f"{store.directory}@{step}"
@@ -61,8 +61,8 @@ def evaluate(place: str, given: Mapping[str, Given], environ: Mapping[str, str],
     if placement.rank is None and nproc not in ("auto", 1):
         return _start_ranks(exactly, given, environ, int(nproc), as_json)
     setup(None, placement.rank or 0, placement.node_rank, True, settings.telemetry.log_format == "json")
-    if said and not placement.rank:
-        print(f"tandem: {said}", file=sys.stderr, flush=True)
+    if note and not placement.rank:
+        print(f"tandem: {note}", file=sys.stderr, flush=True)
     placement = replace(placement.as_rank(), nproc=placement.nproc or 1)
     if placement.nodes == 1:
         use_loopback()
@@ -83,18 +83,20 @@ def _as_rank(settings: Settings, position: Position, store: CheckpointStore, ste
         log.error("%s\nthe task failed: %s", short_trace(error), what_and_where(error))
         return FAILED
     if position.rank == 0:
-        print(told(store, step, scores, position.world_size, as_json))
+        print(format_scores(store, step, scores, position.world_size, as_json))
     return FINISHED
 
 
-def told(store: CheckpointStore, step: int, scores: Mapping[str, float], ranks: int, as_json: bool) -> str:
+def format_scores(
+    store: CheckpointStore, step: int, scores: Mapping[str, float], ranks: int, as_json: bool
+) -> str:
     """Return what `tandem eval` prints."""
     if as_json:
         facts = {"checkpoint": str(store.path(step)), "step": step, "ranks": ranks, "eval": dict(scores)}
         return to_json(facts)
-    said = ", ".join(f"{name} {value:.4f}" for name, value in sorted(scores.items()))
-    place = printable(str(store.directory))
-    return f"step {step:,} in {place}: {said or 'no score: the evaluation set is empty'}"
+    text = ", ".join(f"{name} {value:.4f}" for name, value in sorted(scores.items()))
+    directory = printable(str(store.directory))
+    return f"step {step:,} in {directory}: {text or 'no score: the evaluation set is empty'}"
 
 
 def settings_of(
@@ -126,7 +128,9 @@ def settings_of(
             "task that builds its model: use `tandem export RUN` for its weights"
         )
     run_dir = directory.parent if directory.name.startswith(layout.CHECKPOINTS) else directory
-    return settings, named_by(settings.run.task, f"the checkpoint in {printable(str(directory))}", run_dir)
+    return settings, whose_code_runs(
+        settings.run.task, f"the checkpoint in {printable(str(directory))}", run_dir
+    )
 
 
 def _newest(store: CheckpointStore) -> tuple[int, dict[str, Any]]:
@@ -136,14 +140,14 @@ def _newest(store: CheckpointStore) -> tuple[int, dict[str, Any]]:
         store.verify(step)
         return info
 
-    found = store.newest(whole, say_damaged, quarantine=False)
+    found = store.newest(whole, warn_damaged, quarantine=False)
     if found is None:
         raise ConfigError(f"{store.directory} contains no valid checkpoint")
     return found
 
 
 def _start_ranks(
-    place: str, given: Mapping[str, Given], environ: Mapping[str, str], count: int, as_json: bool
+    source: str, given: Mapping[str, Given], environ: Mapping[str, str], count: int, as_json: bool
 ) -> int:
     """Start `count` ranks on this machine that connect through a file; return the exit code of all.
 
@@ -152,7 +156,7 @@ def _start_ranks(
     own = {name: each for name, each in given.items() if name not in ("nproc", "nodes")}
     with scratch() as folder, contextlib.ExitStack() as opened:
         words = [
-            place,
+            source,
             *(["--json"] if as_json else []),
             *as_flags(own),
             f"--master=file://{folder}/meet",
@@ -186,12 +190,12 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int]:
 def _start(
     words: Sequence[str], environ: Mapping[str, str], rank: int, count: int, output: Any
 ) -> subprocess.Popen[bytes]:
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
+    variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
     return subprocess.Popen(
         [sys.executable, "-m", "tandem", "eval", *words],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
-        env={**environ, **place, "WORLD_SIZE": str(count)},
+        env={**environ, **variables, "WORLD_SIZE": str(count)},
         preexec_fn=stop_with_parent,
     )

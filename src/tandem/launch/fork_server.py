@@ -24,7 +24,7 @@ from typing import Any, NoReturn, cast
 from tandem.errors import PeerLostError
 from tandem.process import SAFE_PATH, end_with_parent, name_process, safe_path, stat_of
 from tandem.signals import deferred_signals
-from tandem.slow_start import still
+from tandem.slow_start import log_if_slow
 
 NAME = "tandem-forks"
 UNKNOWN = 255
@@ -48,7 +48,7 @@ def start_fork_server(preload: Sequence[str], folder: Path, keeps: bool = True) 
     by a killed agent. If the server is killed, multiprocessing starts a new interpreter in its place, with
     the same modules.
     """
-    with still("importing torch"):
+    with log_if_slow("importing torch"):
         # Before the fork, so that every process forked from the server shares it.
         import torch  # noqa: F401
 
@@ -154,9 +154,9 @@ def _serve(listener: int, alive: int, imports: int, preload: Sequence[str], secr
         more: dict[str, Any] = {}
         if secret is not None:
             # forkserver.main reads the key from a pipe, as from its usual parent.
-            more["authkey_r"], told = os.pipe()
-            os.write(told, secret)
-            os.close(told)
+            more["authkey_r"], writer = os.pipe()
+            os.write(writer, secret)
+            os.close(writer)
         forkserver.main(listener, alive, [], **more)
     except SystemExit:
         code = 0

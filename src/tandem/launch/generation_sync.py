@@ -14,7 +14,7 @@ from tandem import running_clock
 from tandem.launch.rendezvous import StoreLostError
 from tandem.platforms.placement import Placement
 from tandem.timeouts import SHORTEST_LOOK_SECONDS, STORE_READ_SECONDS
-from tandem.work.base import THERE
+from tandem.work.base import PROGRESS
 
 
 class GenerationStore:
@@ -57,19 +57,19 @@ class GenerationStore:
             pause = min(2 * pause, self._longest_pause)
 
 
-def agree_on_generation(store: Any, mine: tuple[int, str] | None) -> tuple[str, int, str]:
+def agree_on_generation(store: Any, proposal: tuple[int, str] | None) -> tuple[str, int, str]:
     """Return (key prefix, number, what there is of the run) of the generation, as its first node wrote them.
 
-    The first node passes its number and state as `mine`, the others None. The prefix is unique, so no node
-    reads keys of an earlier generation. Raises StoreLostError.
+    The first node passes its number and state as `proposal`, the others None. The prefix is unique, so no
+    node reads keys of an earlier generation. Raises StoreLostError.
     """
     key = "tandem/generation"
-    form = rf"\d{{1,9}}\.[0-9a-f]{{32}}\.({'|'.join(THERE)})"
-    if mine is not None:
+    form = rf"\d{{1,9}}\.[0-9a-f]{{32}}\.({'|'.join(PROGRESS)})"
+    if proposal is not None:
         # The number alone is not unique: it starts again when the agent of the first node is restarted.
-        store.set(key, f"{mine[0]}.{uuid.uuid4().hex}.{mine[1]}")
-    number, name, there = agreed(store, key, form).split(".")
-    return f"generation/{number}.{name}", int(number), there
+        store.set(key, f"{proposal[0]}.{uuid.uuid4().hex}.{proposal[1]}")
+    number, name, progress = agreed(store, key, form).split(".")
+    return f"generation/{number}.{name}", int(number), progress
 
 
 def agreed(store: Any, key: str, form: str) -> str:

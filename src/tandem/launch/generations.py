@@ -45,21 +45,21 @@ from tandem.launch.node_context import NodeContext, RestartBudget
 from tandem.launch.recovery import Recovery
 from tandem.launch.rendezvous import (
     LEFT_KEY,
+    JobEndedError,
     StopRequestedError,
     StoreLostError,
-    VerdictError,
-    heed_verdict,
+    check_job_result,
     is_confirmed,
-    leave_verdict,
+    job_end_in,
+    publish_job_result,
     stay_until_all_left,
-    verdict_in,
 )
 from tandem.launch.rendezvous_state import check_all_stay, handler_of, others_live, paces, who_is_here
 from tandem.launch.repeats import Repeats
 from tandem.launch.shutdown import Stopping, is_time_to_save
 from tandem.launch.stacks import gather_stacks
 from tandem.launch.watchdog import Watchdog
-from tandem.signals import handed_on
+from tandem.signals import forwarded_as
 from tandem.telemetry.hangs import Alarm
 from tandem.timeouts import (
     BLAME_SECONDS,
@@ -117,13 +117,13 @@ class NodeAgent(SimpleElasticAgent):
             code, reason = self._run_generations()
             if code == FINISHED and not self._work.saves and self._node.placement.nodes > 1:
                 await_other_nodes(self._node, self._root, self._handler, self._positions[0])
-        except VerdictError as verdict:
+        except JobEndedError as result:
             # Another node's ranks succeeded before they knew of the failure here. 0 would tell the platform
             # that the job is done.
-            if verdict.code == FINISHED and self._cause is not None:
-                return FAILED, f"the ranks on other nodes finished without it: {self._cause.told()}"
-            told = cause_in(self._root, self._node.placement.node_rank)
-            raise VerdictError(verdict.code, told or str(verdict)) from None
+            if result.code == FINISHED and self._cause is not None:
+                return FAILED, f"the ranks on other nodes finished without it: {self._cause.with_traceback()}"
+            reason_elsewhere = cause_in(self._root, self._node.placement.node_rank)
+            raise JobEndedError(result.code, reason_elsewhere or str(result)) from None
         if is_own(code) and self._cause is not None:
             reason = leave_cause(self._root, self._cause)
         return code, reason
@@ -160,7 +160,7 @@ class NodeAgent(SimpleElasticAgent):
             self._watchdog.end_generation(self._root)
             # Another node of an elastic job leaves. All ranks have saved and stopped with 143; this node
             # continues with the next one, and its own stop (if a signal arrives now) finds everything saved.
-            if code == STOPPED and not self._stop and self._departures.others_go_on(self._positions[0]):
+            if code == STOPPED and not self._stop and self._departures.others_continue(self._positions[0]):
                 log.info(
                     "a node was asked to stop and leaves; the others continue from the step where all stopped"
                 )
@@ -180,17 +180,17 @@ class NodeAgent(SimpleElasticAgent):
                 # Rank 0 may be saving, and its error is the reason to report.
                 self._workers.wait(ENDING_SECONDS)
             codes = self._workers.kill() or {0: code}
-            said = self._said(codes)
+            how = self._describe_end(codes)
             # A stop is requested but the ranks were killed or lost their peers, so nothing is saved yet. Node
             # 0's memory may have a newer snapshot than the disk: start all ranks once more so that they save
             # it.
             if self._stop and self._work.is_retried(code) and code != INTERRUPTED_TWICE:
                 # A rank that was started only to save, and said why it could not, would fail again.
                 if not self._may_save() or (only_saves and self._node.view.last_words):
-                    return KILLED, f"stopped by {self._stop.name} without a checkpoint ({said})"
-                said = f"{said}; one more start, to save before stopping"
+                    return KILLED, f"stopped by {self._stop.name} without a checkpoint ({how})"
+                how = f"{how}; one more start, to save before stopping"
             elif self._stop or not self._work.is_retried(code):
-                return code, said
+                return code, how
             # A third attempt would hang in the same place.
             if (again := self._same_hang_again()) is not None:
                 return PEER_LOST, again.text
@@ -198,8 +198,8 @@ class NodeAgent(SimpleElasticAgent):
             if self._is_to_blame(code):
                 self._budget.incidents += 1
             if self._budget.is_spent:
-                return KILLED if self._stop else PEER_LOST, f"{self._budget} is spent: {said}"
-            log.warning("%s; restarting all ranks (generation %d)", said, self._restart + 2)
+                return KILLED if self._stop else PEER_LOST, f"{self._budget} is spent: {how}"
+            log.warning("%s; restarting all ranks (generation %d)", how, self._restart + 2)
             self._repeats.ended(code, self._positions, codes)
 
     def _same_hang_again(self) -> Alarm | None:
@@ -220,7 +220,7 @@ class NodeAgent(SimpleElasticAgent):
             return str(cause)
         return "" if self._hang is None else f"rank {self._hang.rank} on node {self._hang.node} hung"
 
-    def _said(self, codes: Mapping[int, int]) -> str:
+    def _describe_end(self, codes: Mapping[int, int]) -> str:
         """Describe on one line how a generation ended on this node."""
         if self._cause is not None:
             return str(self._cause) if self._cause.code == PEER_LOST else self._cause.in_one_line()
@@ -228,8 +228,8 @@ class NodeAgent(SimpleElasticAgent):
             return known
         shown = {PEER_LOST: f"{PEER_LOST} (lost other ranks)"}
         ends = (shown.get(each, str(each)) for each in sorted(set(codes.values())))
-        said = f"ranks exited with {', '.join(ends)}"
-        return f"{said}: {words}" if (words := self._node.view.last_words) else said
+        text = f"ranks exited with {', '.join(ends)}"
+        return f"{text}: {words}" if (words := self._node.view.last_words) else text
 
     def _explained(self, codes: Mapping[int, int | None]) -> int:
         """Return the node's exit code after a rank failed or all ended."""
@@ -284,7 +284,7 @@ class NodeAgent(SimpleElasticAgent):
         next_fork = running_clock.now() + MEMBERSHIP_SECONDS
         while True:
             self._workers.pause(MONITOR_SECONDS)
-            self._node.claim.check()
+            self._node.lease.check()
             now = running_clock.now()
             codes = self._workers.codes()
             ended = [code for code in codes.values() if code is not None]
@@ -295,8 +295,8 @@ class NodeAgent(SimpleElasticAgent):
                 return self._end_hang(alarm)
             # Forward the signal once; a second Ctrl-C is handled below.
             if self._stop and self._stopping is None:
-                self._stopping = Stopping(self._node, self._there)
-                self._workers.signal(handed_on(self._stop.signal_number or 15))
+                self._stopping = Stopping(self._node, self._progress)
+                self._workers.signal(forwarded_as(self._stop.signal_number or 15))
                 self._departures.leaves(self._positions[0])
             if self._stop.interrupts > 1:
                 return INTERRUPTED_TWICE
@@ -318,8 +318,8 @@ class NodeAgent(SimpleElasticAgent):
         self._node.view.hung(alarm)
         self._hang = alarm
         ranks = {local_rank: position.rank for local_rank, position in self._positions.items()}
-        if said := gather_stacks(self._workers, ranks, self._node.run.logs):
-            log.info("%s", said)
+        if where := gather_stacks(self._workers, ranks, self._node.run.logs):
+            log.info("%s", where)
         return PEER_LOST
 
     def _await_end_of_last(self) -> None:
@@ -334,7 +334,7 @@ class NodeAgent(SimpleElasticAgent):
                 raise StopRequestedError
             if time.monotonic() > deadline:
                 raise StuckError(f"{', '.join(map(str, left))} cannot be killed; reboot this machine")
-            self._node.claim.check()
+            self._node.lease.check()
             time.sleep(MEMBERSHIP_SECONDS)
 
     def _is_over(self) -> bool:
@@ -348,10 +348,10 @@ class NodeAgent(SimpleElasticAgent):
         example in init_process_group, would wait until its timeout. They get UNMET_SECONDS to end by
         themselves.
         """
-        verdict = None if self._watchdog.has_trained else verdict_in(self._root)
+        result = None if self._watchdog.has_trained else job_end_in(self._root)
         # After a step, lost peers end the ranks. A result of 0 is not acted on, because ranks here may be
         # about to finish as well.
-        if verdict is None or verdict.code == FINISHED:
+        if result is None or result.code == FINISHED:
             self._ended_elsewhere_since = None
             return False
         self._ended_elsewhere_since = self._ended_elsewhere_since or running_clock.now()
@@ -373,8 +373,8 @@ class NodeAgent(SimpleElasticAgent):
         # Without a step in memory, or time to save it, there is no reason to wait for the other nodes.
         if self._stop and not self._may_save():
             raise StopRequestedError
-        self._node.claim.check()
-        heed_verdict(self._root, self._is_done)
+        self._node.lease.check()
+        check_job_result(self._root, self._is_done)
         waited = running_clock.now() - self._waiting_since
         if waited > self._next_word:
             self._next_word = waited + WAITING_WORD_SECONDS
@@ -410,7 +410,7 @@ class NodeAgent(SimpleElasticAgent):
             # job only if a restart cannot help.
             is_over = not self._work.is_retried(code) or self._budget.is_spent
             if is_over or self._same_hang_again() is not None:
-                leave_verdict(self._root, code, reason)
+                publish_job_result(self._root, code, reason)
         stop_keep_alive(self._handler)
         with contextlib.suppress(RuntimeError, RendezvousError, OSError):
             left = self._root.add(LEFT_KEY, 1)
@@ -435,12 +435,12 @@ class NodeAgent(SimpleElasticAgent):
                 f"the rendezvous data in the store is damaged ({first_line(error)})"
             ) from error
         group = cast(Any, worker_group)  # torch annotates as None what it fills in later
-        group.store = self._heeding(group.store, group.group_world_size)
+        group.store = self._interruptible(group.store, group.group_world_size)
 
     def _assign_worker_ranks(self, store: Any, group_rank: int, nodes: int, spec: WorkerSpec) -> Any:
-        return super()._assign_worker_ranks(self._heeding(store, nodes), group_rank, nodes, spec)
+        return super()._assign_worker_ranks(self._interruptible(store, nodes), group_rank, nodes, spec)
 
-    def _heeding(self, store: Any, nodes: int) -> GenerationStore:
+    def _interruptible(self, store: Any, nodes: int) -> GenerationStore:
         def look() -> None:
             self._before_poll()
             check_all_stay(self._handler, nodes)
@@ -455,14 +455,14 @@ class NodeAgent(SimpleElasticAgent):
         # The first node of the round hosts the generation's store. The store of the last generation is
         # dropped with its reference.
         if self._work.has_own_store and group.group_rank == 0:
-            self._meeting, address = self._node.place.host_for_ranks()
+            self._meeting, address = self._node.endpoint.host_for_ranks()
             group.store.set("tandem/master", address)
         check_all_are_in(placement, group.group_world_size)
         # The first node of the round reads its own state and decides for all, so that every node handles a
         # stop in the same way.
-        there = self._work.progress(self._node.view.plan is not None, self._node.resume)
-        mine = (self._budget.generations, there) if group.group_rank == 0 else None
-        prefix, self._restart, self._there = agree_on_generation(group.store, mine)
+        progress = self._work.progress(self._node.view.plan is not None, self._node.resume)
+        proposal = (self._budget.generations, progress) if group.group_rank == 0 else None
+        prefix, self._restart, self._progress = agree_on_generation(group.store, proposal)
         self._budget.generations += 1
         self._positions = positions = {
             worker.local_rank: self._position(worker, group, prefix) for worker in group.workers
@@ -483,7 +483,7 @@ class NodeAgent(SimpleElasticAgent):
         if not self._work.has_own_store:
             return found
         host, _, port = agreed(group.store, "tandem/master", r"[\w.:\[\]-]{1,255}:\d{1,5}").rpartition(":")
-        master = self._node.place.of_ranks(host, int(port))
+        master = self._node.endpoint.of_ranks(host, int(port))
         return replace(found, master=master, local_world_size=self._node.nproc)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:

@@ -74,7 +74,7 @@ def share_of_replica(gpus: Sequence[str], per_node: str | None, node_rank: int, 
     return {VISIBLE: ",".join(gpus[begin : begin + wanted])}
 
 
-def shared_out(
+def gpus_per_node(
     gpus: Sequence[str], nodes: int, nproc: int | None, compute: ComputeConfig
 ) -> list[dict[str, str]]:
     """Return the GPU variables of each simulated node; empty if there are no GPUs to divide.

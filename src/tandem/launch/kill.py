@@ -54,14 +54,14 @@ def processes_of(run: RunDir) -> dict[tuple[str, int], int]:
     others: set[int] = set()
     for pid in [int(each) for each in os.listdir("/proc") if each.isdigit()]:
         for path in _written_by(pid):
-            place, name = os.path.split(path)
+            parent, name = os.path.split(path)
             if (match := layout.PROCESS_LOG.fullmatch(name)) is None:
                 continue
             # realpath() of this run's log directory, and the kernel's own path of the open file: links do not
             # count.
-            if place == folder:
+            if parent == folder:
                 writers.setdefault((match[1], int(match[2])), set()).add(pid)
-            elif os.path.basename(place) == layout.LOG:
+            elif os.path.basename(parent) == layout.LOG:
                 others.add(pid)
     agents = {pid for (kind, _), pids in writers.items() if kind == "node" for pid in pids}
     own = {who: {pid for pid in pids if _is_own(pid, agents, others)} for who, pids in writers.items()}

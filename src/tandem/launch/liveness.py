@@ -42,7 +42,7 @@ class OwnClock:
     def sent(self, state: Any) -> Any:
         """Return the state to write, with the others' times as they wrote them."""
         beats = state.last_heartbeats
-        state.last_heartbeats = {node: self._restore(node, told) for node, told in beats.items()}
+        state.last_heartbeats = {node: self._restore(node, sent_at) for node, sent_at in beats.items()}
         if state.deadline is not None:
             state.deadline = self._restore(DEADLINE, state.deadline)
         return state
@@ -55,5 +55,5 @@ class OwnClock:
         self._given[key] = datetime.now(UTC) - timedelta(seconds=now - since) + ahead
         return self._given[key]
 
-    def _restore(self, key: Any, told: datetime) -> datetime:
-        return self._seen[key][0] if self._given.get(key) == told else told
+    def _restore(self, key: Any, sent_at: datetime) -> datetime:
+        return self._seen[key][0] if self._given.get(key) == sent_at else sent_at

@@ -42,7 +42,9 @@ def run_lone_rank(
     explicitly.
     """
     with contextlib.closing(LoneRank(run, settings, placement, lambda: run.decide(settings))) as rank:
-        code = rank_function(TaskJob(settings.to_dict(), chosen), rank.position, hear=rank.hear)
+        code = rank_function(
+            TaskJob(settings.to_dict(), chosen), rank.position, watch_stop_flag=rank.watch_stop_flag
+        )
         rank.ended(code, f"the rank ended with code {code}")
         return code
 
@@ -88,10 +90,10 @@ class LoneRank:
     ) -> None:
         run = self._run
         settings = self._settings
-        self._claim = opened.enter_context(run.lease(placement))
+        self._lease = opened.enter_context(run.lease(placement))
         resume = decision() if decision is not None else None
         access = load_access(settings.metrics)
-        prepare_run_dir(run, settings, self._claim, resume)
+        prepare_run_dir(run, settings, self._lease, resume)
         folder = opened.enter_context(scratch())
         self._view = NodeView(run, settings, placement, None, folder, access)
         opened.callback(self._view.close)
@@ -102,7 +104,7 @@ class LoneRank:
             self.position,
             sample_socket=str(self._view.socket_path),
             resume=resume or ResumeDecision("fresh"),
-            owner=self._claim.token,
+            owner=self._lease.token,
         )
 
     def ended(self, code: int, reason: str) -> None:
@@ -110,7 +112,7 @@ class LoneRank:
         for stopping in self._stopping:
             stopping.is_over = True
         if self._view is not None:
-            if self._claim.look():
+            if self._lease.confirm_ownership():
                 with reporting("show how the run ended"):
                     self._view.ended(code, reason)
                 with reporting("tell the tracker"):
@@ -119,7 +121,7 @@ class LoneRank:
                     self._run.push()
             self._view.linger(self._stop)
 
-    def hear(self, stop: StopFlag) -> None:
+    def watch_stop_flag(self, stop: StopFlag) -> None:
         """Report a stop from now on, and end this process at a second Ctrl-C (main thread only)."""
         self._stop = stop
         self._stopping.append(LoneStop(stop, self._run, self.position, self._leave_at_once))
@@ -132,7 +134,7 @@ class LoneRank:
         with contextlib.suppress(Exception):  # the main thread may be closing the same things
             for child in multiprocessing.active_children():  # DataLoader workers
                 child.kill()
-            if self._view is not None and self._claim.look():
+            if self._view is not None and self._lease.confirm_ownership():
                 self._view.ended(code, reason)
                 self._tracker.ended(code, lambda: True)
         with contextlib.suppress(Exception):

@@ -37,30 +37,30 @@ class LoneStop:
         self.is_over = False
         """Whether the run has ended and only its result remains to be shown."""
         stop.is_torchruns = position.platform == "torchrun"
-        stop.listen(self._first, self._second)
+        stop.listen(self._first_signal, self._second_signal)
 
-    def _first(self) -> None:
+    def _first_signal(self) -> None:
         if self.is_over:
             return
         deadline = time.monotonic() + START_STOP_SECONDS
         # Training may be about to take its first step, after which it can save.
-        while not self._stop.is_heeded and time.monotonic() < deadline:
+        while not self._stop.is_polled and time.monotonic() < deadline:
             time.sleep(MONITOR_SECONDS)
-        if not self._stop.is_heeded:
+        if not self._stop.is_polled:
             self._end_before_a_step()
         if self._position.rank == 0:
             text = "%s: finishing the current step, then saving to %s/checkpoints (%s); %s"
             again = "press Ctrl-C again to exit now"
-            log.info(text, self._stop.name, shown(self._run.where), self._how_long(), again)
+            log.info(text, self._stop.name, shown(self._run.where), self._expected_duration(), again)
 
-    def _how_long(self) -> str:
+    def _expected_duration(self) -> str:
         """Return what is known in advance about the duration of the save."""
         took = [event.get("seconds") for event in self._run.events() if event.get("kind") == "checkpoint"]
-        said = (
+        message = (
             f"the last save took {format_duration(float(took[-1]))}" if took and took[-1] is not None else ""
         )
         limit = "torchrun allows 30 s" if self._position.platform == "torchrun" else ""
-        return ", ".join(filter(None, [said, limit])) or "one step and one save"
+        return ", ".join(filter(None, [message, limit])) or "one step and one save"
 
     def _end_before_a_step(self) -> None:
         says = f"{self._stop.name} came before the first step; nothing to save"
@@ -71,7 +71,7 @@ class LoneStop:
             log.info("%s", says)
         self._leave(STOPPED if saved else KILLED, says)
 
-    def _second(self) -> None:
+    def _second_signal(self) -> None:
         newest = newest_step(self._run.checkpoints)
         kept = "there is no checkpoint" if newest is None else f"the newest checkpoint is step {newest:,}"
         if self._position.rank == 0:

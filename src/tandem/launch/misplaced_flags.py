@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from tandem.config.arguments import FLAGS
 from tandem.config.foreign_flags import TORCHRUN
-from tandem.launch.program import takes_next
+from tandem.launch.program_arguments import takes_next
 from tandem.launch.torchrun_flags import SWITCHES
 from tandem.script.job import Program
 
@@ -18,11 +18,11 @@ REJECTS = re.compile(r"unrecogni[sz]ed|no such option|unknown|unexpected", re.IG
 """How argparse, click and others begin to say that they do not know a flag."""
 
 
-def hint(program: Program, said: str) -> str:
-    """Return what to type instead if `said`, a script's last line, rejects flags of tandem; else ""."""
-    if program.kind == "command" or REJECTS.search(said) is None:
+def hint(program: Program, last_line: str) -> str:
+    """Return what to type instead if `last_line`, a script's last line, rejects flags of tandem; else ""."""
+    if program.kind == "command" or REJECTS.search(last_line) is None:
         return ""
-    rejected = {word.partition("=")[0] for word in re.findall(r"--[\w.=-]+", said)}
+    rejected = {word.partition("=")[0] for word in re.findall(r"--[\w.=-]+", last_line)}
     words = [word for word in _of_tandem(program) if word[0].partition("=")[0] in rejected]
     if not words:
         return ""

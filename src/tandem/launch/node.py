@@ -19,7 +19,7 @@ from tandem.launch.fork_server import start_fork_server
 from tandem.launch.run_dir import prepare_run_dir
 from tandem.launch.scratch import scratch
 from tandem.launch.secret import take_key
-from tandem.launch.termination import leave_word
+from tandem.launch.termination import write_termination_message
 from tandem.launch.torch_variables import set_for_ranks
 from tandem.launch.tracker import TrackerProcess
 from tandem.launch.workers import Workers
@@ -31,7 +31,7 @@ from tandem.run.crash_loop import CrashLoop
 from tandem.run.directory import RunDir
 from tandem.run.lease import Lease
 from tandem.signals import StopFlag, stop_together
-from tandem.slow_start import still
+from tandem.slow_start import log_if_slow
 from tandem.telemetry.health import HealthLimits, Starting
 from tandem.work.base import Workload
 
@@ -61,36 +61,36 @@ def run_this_node(
     set_for_ranks(placement.is_one_host, work.has_own_store)
     # `scratch` is a temporary directory for sockets.
     with run.made(not placement.node_rank), scratch() as folder, contextlib.ExitStack() as opened:
-        with _saying_that_it_starts(settings, state_dir), still("importing torch"):
+        with _reporting_start(settings, state_dir), log_if_slow("importing torch"):
             import torch  # noqa: F401
         start_fork_server(work.preload, folder)  # must happen while this process has one thread
-        with _saying_that_it_starts(settings, state_dir):
-            with still("importing torch.distributed"):
+        with _reporting_start(settings, state_dir):
+            with log_if_slow("importing torch.distributed"):
                 from tandem.launch.store_endpoint import StoreEndpoint, announce
 
-            place = StoreEndpoint(placement, key)
+            endpoint = StoreEndpoint(placement, key)
             try:
                 # Node 0 takes the lease on the run directory before it reads anything there: another launch
                 # may be writing.
-                mine = Lease(run.where)
+                lease = Lease(run.where)
                 if placement.node_rank == 0:
-                    mine = opened.enter_context(run.lease(placement, lambda: bool(stop)))
-                prepared = _prepare(run, settings, placement, work, mine)
+                    lease = opened.enter_context(run.lease(placement, lambda: bool(stop)))
+                prepared = _prepare(run, settings, placement, work, lease)
             except TandemError as error:
                 log.error("%s", error)
-                leave_word(str(error))
+                write_termination_message(str(error))
                 # Without this, the other nodes would wait for this one until --master-timeout.
-                announce(place, error.exit_code, str(error), stop)
+                announce(endpoint, error.exit_code, str(error), stop)
                 return error.exit_code
             if prepared.decision.kind == "complete":
-                announce(place, FINISHED, stop=stop)
+                announce(endpoint, FINISHED, stop=stop)
                 return FINISHED
             if header:
                 print(header, file=sys.stderr)
-        return _run_agent(folder, run, settings, place, work, state_dir, stop, prepared)
+        return _run_agent(folder, run, settings, endpoint, work, state_dir, stop, prepared)
 
 
-def _saying_that_it_starts(settings: Settings, state_dir: Path | None) -> AbstractContextManager[object]:
+def _reporting_start(settings: Settings, state_dir: Path | None) -> AbstractContextManager[object]:
     """Keep the health probes informed while this node does something that takes seconds."""
     if state_dir is None:
         return contextlib.nullcontext()
@@ -98,45 +98,47 @@ def _saying_that_it_starts(settings: Settings, state_dir: Path | None) -> Abstra
 
 
 class _Prepared(NamedTuple):
-    claim: Lease
+    lease: Lease
     decision: ResumeDecision = ResumeDecision("fresh")
     access: Access | None = None
 
 
-def _prepare(run: RunDir, settings: Settings, placement: Placement, work: Workload, mine: Lease) -> _Prepared:
+def _prepare(
+    run: RunDir, settings: Settings, placement: Placement, work: Workload, lease: Lease
+) -> _Prepared:
     """Check what can be wrong before any rank starts; on node 0, also open the run directory.
 
     Raises TandemError.
     """
     if placement.node_rank != 0:
         work.prepare(placement)
-        return _Prepared(mine)
+        return _Prepared(lease)
     access = load_access(settings.metrics)
     decision = work.prepare(placement)
     if decision is None or decision.kind != "complete":
         # Last, so that an error until here leaves no directory behind.
-        prepare_run_dir(run, settings, mine, decision)
+        prepare_run_dir(run, settings, lease, decision)
         setup(run.node_log(0), None, 0, True, settings.telemetry.log_format == "json")
-    return _Prepared(mine, decision or ResumeDecision("fresh"), access)
+    return _Prepared(lease, decision or ResumeDecision("fresh"), access)
 
 
 def _run_agent(
     folder: Path,
     run: RunDir,
     settings: Settings,
-    place: "StoreEndpoint",
+    endpoint: "StoreEndpoint",
     work: Workload,
     state_dir: Path | None,
     stop: StopFlag,
     prepared: _Prepared,
 ) -> int:
     """Run the agent, together with what shows the run to the outside."""
-    with still("importing the agent"):
+    with log_if_slow("importing the agent"):
         from tandem.launch.agent import run_agent
         from tandem.launch.node_context import NodeContext
         from tandem.launch.view import NodeView
 
-    placement = place.placement
+    placement = endpoint.placement
     nproc = placement.nproc or _ranks_for_gpus(settings)
     memories = [NodeMemory() for _ in range(2 * nproc)]  # two per rank, see `Position.memories`
     workers = Workers(work.rank_entry, work.job, memories, work.warm_up, work.standby_key)
@@ -146,17 +148,19 @@ def _run_agent(
         tracker = (
             opened.enter_context(TrackerProcess(settings, run.folder)) if placement.node_rank == 0 else None
         )
-        log.info("%s", place.asked)
+        log.info("%s", endpoint.asked)
         config = settings.launch
         decision = prepared.decision
-        mine = prepared.claim
-        node = NodeContext(run, placement, nproc, config, workers, view, stop, decision, mine, place, work)
+        lease = prepared.lease
+        node = NodeContext(
+            run, placement, nproc, config, workers, view, stop, decision, lease, endpoint, work
+        )
         if placement.node_rank == 0:
-            report = _run_counted(node, run.crash_loop(mine.look))
+            report = _run_counted(node, run.crash_loop(lease.confirm_ownership))
         else:
             report = run_agent(node)
         # After a takeover, the run directory belongs to another launch: write nothing more there.
-        if mine.look():
+        if lease.confirm_ownership():
             with reporting("show how the run ended"):
                 view.ended(report.code, report.reason)
             with reporting("tell the tracker"):
@@ -174,7 +178,7 @@ def _run_agent(
             )
             level = logging.INFO if said_already else logging.ERROR
             log.log(level, "ended with code %d: %s", report.code, report.reason)
-            leave_word(f"ended with code {report.code}: {report.reason}")
+            write_termination_message(f"ended with code {report.code}: {report.reason}")
         is_shown = settings.telemetry.log_format != "json" and not is_quiet()
         # A custom loop, which has a plan, has printed its own summary.
         if placement.node_rank == 0 and is_shown and view.plan is None:
@@ -193,7 +197,7 @@ def _run_counted(node: "NodeContext", starts: CrashLoop) -> "AgentReport":
         starts.begin(node.config.max_crash_loops, lambda: bool(node.stop))
         report = run_agent(node)
     except CrashLoopError as error:
-        announce(node.place, error.exit_code, str(error), node.stop)
+        announce(node.endpoint, error.exit_code, str(error), node.stop)
         report = AgentReport(error.exit_code, str(error), 0)
     starts.end(report.code, report.reason, report.generations)
     return report

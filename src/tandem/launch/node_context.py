@@ -39,7 +39,7 @@ class RestartBudget:
 class NodeContext:
     """This node's part of a job, which all its agents share.
 
-    `claim` is the lease on the run directory; only node 0's has a token.
+    `lease` is the lease on the run directory; only node 0's has a token.
     """
 
     run: RunDir
@@ -50,8 +50,8 @@ class NodeContext:
     view: NodeView
     stop: StopFlag
     resume: ResumeDecision
-    claim: Lease
-    place: StoreEndpoint
+    lease: Lease
+    endpoint: StoreEndpoint
     work: Workload
 
     def position(self, worker: Any, group: Any, prefix: str, restart: int) -> Position:
@@ -69,11 +69,11 @@ class NodeContext:
             ranks_on_host=self.nproc * (placement.nodes if placement.nodes_share_host else 1),
             platform=placement.platform,
             node_name=placement.local_name or "localhost",
-            store=(*self.place.address, prefix),
+            store=(*self.endpoint.address, prefix),
             init="store",
             patience=self.config.master_timeout,
             restart=restart,
             sample_socket=str(self.view.socket_path),
             resume=self.resume,
-            owner=self.claim.token,
+            owner=self.lease.token,
         )

@@ -94,7 +94,7 @@ class Recovery:
 
         A rank that computes for long, or is between two collectives, has not noticed the lost peer.
         """
-        killed = ", ".join(_told(*each) for each in self._killed())
+        killed = ", ".join(_described(*each) for each in self._killed())
         level, why = (logging.WARNING, killed) if killed else (logging.INFO, "a node wants to join")
         log.log(level, "%s; restarting all ranks (generation %d)", why, number)
 
@@ -116,9 +116,9 @@ class Recovery:
         fields = {"seconds": round(seconds, 1), **({} if lost is None else {"steps_lost": lost})}
         killed = self._killed()
         for rank, node, code in killed:
-            log.warning("%s; %s", _told(rank, node, code), again)
-            told = {"rank": rank, "node": node, "signal": signal_name(shell_code(code))}
-            self._node.view.event("rank_killed", **told, **fields)
+            log.warning("%s; %s", _described(rank, node, code), again)
+            who = {"rank": rank, "node": node, "signal": signal_name(shell_code(code))}
+            self._node.view.event("rank_killed", **who, **fields)
         if not killed:
             why = self._why or self._cause_among(nodes)
             log.log(logging.INFO if why == JOINED else logging.WARNING, "%s; %s", why, again)
@@ -145,7 +145,7 @@ class Recovery:
         return [each for each in found if each[2] != ABORTED] or found
 
 
-def _told(rank: int, node: int, code: int) -> str:
+def _described(rank: int, node: int, code: int) -> str:
     if code == GPU_FAILED:
         return f"the GPU of rank {rank} on node {node} failed"
     return f"rank {rank} on node {node} was killed ({signal_name(shell_code(code))})"

@@ -35,7 +35,7 @@ log = logging.getLogger("tandem.agent")
 
 REASON_CHARACTERS = 400
 RUN_ID = "tandem"
-VERDICT_KEY = "tandem/verdict"
+JOB_RESULT_KEY = "tandem/verdict"
 LEFT_KEY = "tandem/left"
 JOB_KEY = "tandem/job"
 VERSION_KEY = "tandem/version"
@@ -46,7 +46,7 @@ class StopRequestedError(Exception):
     """A stop signal arrived while the agent waited for other nodes."""
 
 
-class VerdictError(Exception):
+class JobEndedError(Exception):
     """Another node ended the job with this code."""
 
     def __init__(self, code: int, why: str | None = None) -> None:
@@ -61,39 +61,41 @@ class StoreLostError(Exception):
         super().__init__(why)
 
 
-def raise_verdict(store: TCPStore) -> None:
-    """Raise VerdictError if another node has ended the job. Raises StoreLostError."""
-    verdict = verdict_in(store)
-    if verdict is not None:
-        raise verdict
+def raise_if_job_ended(store: TCPStore) -> None:
+    """Raise JobEndedError if another node has ended the job. Raises StoreLostError."""
+    result = job_end_in(store)
+    if result is not None:
+        raise result
 
 
-def verdict_in(store: TCPStore) -> VerdictError | None:
+def job_end_in(store: TCPStore) -> JobEndedError | None:
     """Return the job result, or None while there is none. Raises StoreLostError.
 
     Any client of the store can write there, so a value that is not an exit code counts as a permanent
     failure.
     """
     try:
-        if not store.check([VERDICT_KEY]):
+        if not store.check([JOB_RESULT_KEY]):
             return None
-        text = store.get(VERDICT_KEY).decode(errors="replace")
+        text = store.get(JOB_RESULT_KEY).decode(errors="replace")
     except RuntimeError as error:
         raise StoreLostError from error
     code, _, why = text.partition(" ")
     if code.isdecimal() and len(code) <= 3 and int(code) <= 255:
-        said = f"another node ended the job with code {int(code)}: {one_line(why)}" if why else None
-        return VerdictError(int(code), said)
-    return VerdictError(FAILED, f"the job's verdict in the store is {text[:40]!r}, which is not an exit code")
+        message = f"another node ended the job with code {int(code)}: {one_line(why)}" if why else None
+        return JobEndedError(int(code), message)
+    return JobEndedError(
+        FAILED, f"the job's verdict in the store is {text[:40]!r}, which is not an exit code"
+    )
 
 
-def leave_verdict(store: TCPStore, code: int, reason: str) -> None:
+def publish_job_result(store: TCPStore, code: int, reason: str) -> None:
     """Publish the job result with its reason. The first one counts, but a failure replaces a success."""
-    said = f"{code} {one_line(reason)}".strip()
-    before = store.compare_set(VERDICT_KEY, "", said)
+    value = f"{code} {one_line(reason)}".strip()
+    before = store.compare_set(JOB_RESULT_KEY, "", value)
     # A node whose ranks succeeded may have published that before another node failed.
     if code != FINISHED and before.partition(b" ")[0] == str(FINISHED).encode():
-        store.compare_set(VERDICT_KEY, before.decode(errors="replace"), said)
+        store.compare_set(JOB_RESULT_KEY, before.decode(errors="replace"), value)
 
 
 def one_line(reason: str) -> str:
@@ -103,7 +105,7 @@ def one_line(reason: str) -> str:
     return printable(text)[:REASON_CHARACTERS]
 
 
-def outstay_node_0(placement: Placement, seconds: float, should_stop: Callable[[], bool]) -> None:
+def wait_for_end_of_node_0(placement: Placement, seconds: float, should_stop: Callable[[], bool]) -> None:
     """Wait until node 0's port is closed, but at most `seconds`.
 
     A platform cleans up when the first container exits, and node 0 has the only log that explains the end.
@@ -120,38 +122,38 @@ def outstay_node_0(placement: Placement, seconds: float, should_stop: Callable[[
             time.sleep(MASTER_RETRY_SECONDS)
 
 
-def read_all(store: TCPStore, keys: Sequence[str], there: set[str]) -> dict[str, bytes]:
-    """Return the values of `keys`, in one round trip for the keys in `there`; add new ones to `there`."""
-    new = [key for key in keys if key not in there]
+def read_all(store: TCPStore, keys: Sequence[str], known: set[str]) -> dict[str, bytes]:
+    """Return the values of `keys`, in one round trip for the keys in `known`; add new ones to `known`."""
+    new = [key for key in keys if key not in known]
     if new:
         # check() only answers whether all keys exist, so it is repeated for each if some are missing.
-        there.update(new if store.check(new) else [key for key in new if store.check([key])])
-    found = [key for key in keys if key in there]
+        known.update(new if store.check(new) else [key for key in new if store.check([key])])
+    found = [key for key in keys if key in known]
     return dict(zip(found, store.multi_get(found), strict=True)) if found else {}
 
 
-def heed_verdict(store: TCPStore, is_done: Callable[[], bool]) -> None:
-    """Do the same as `raise_verdict`, but accept a result of 0 only if the job `is_done`; else delete it.
+def check_job_result(store: TCPStore, is_done: Callable[[], bool]) -> None:
+    """Do the same as `raise_if_job_ended`, but delete a result of 0 unless the job `is_done`.
 
     Another client of the store, or an earlier launch, may have written it.
     """
     try:
-        raise_verdict(store)
-    except VerdictError as verdict:
+        raise_if_job_ended(store)
+    except JobEndedError as result:
         # A result of 0 ends this node for good, so it has to be true. A failure is believed.
-        if verdict.code != FINISHED or is_done():
+        if result.code != FINISHED or is_done():
             raise
         log.warning("the store says that the job has finished, but it has not; continuing")
         with contextlib.suppress(RuntimeError):
-            store.delete_key(VERDICT_KEY)
+            store.delete_key(JOB_RESULT_KEY)
 
 
 def is_confirmed(store: TCPStore) -> bool:
     """Return whether a result of 0 is still there after node 0 had time to check the checkpoints."""
-    # Node 0 deletes a result of 0 that is not true (`heed_verdict`).
+    # Node 0 deletes a result of 0 that is not true (`check_job_result`).
     time.sleep(OTHERS_SECONDS)
     with contextlib.suppress(RuntimeError):
-        return bool(store.check([VERDICT_KEY]))
+        return bool(store.check([JOB_RESULT_KEY]))
     return False
 
 
@@ -222,12 +224,12 @@ def join_store(
         why = f"node {placement.node_rank} has tandem {__version__}, but node 0 has {version[:40]}"
         # Without a result, the other nodes would wait for this one, which can never join.
         with contextlib.suppress(RuntimeError):
-            leave_verdict(store, MISCONFIGURED, why)
+            publish_job_result(store, MISCONFIGURED, why)
         raise ConfigError(f"{why}; install the same version, or use one image, on all nodes of a job")
     return store
 
 
-def is_let_in(
+def is_admitted(
     store: TCPStore, placement: Placement, seconds: float, stop: StopFlag, was_in: bool = False
 ) -> bool:
     """Return whether node 0 was started for as many nodes as this one; otherwise the job is being resized.
@@ -235,7 +237,7 @@ def is_let_in(
     With one node more or less in the rendezvous, no node could train. A node that `was_in` exits, so that its
     platform restarts it with the current number. A new node waits until node 0 exits while the others train
     on; False means that the caller has to check again. Raises PeerLostError, StopRequestedError,
-    VerdictError.
+    JobEndedError.
     """
     if placement.elastic is not None or not store.check([NODES_KEY]):
         return True
@@ -251,7 +253,7 @@ def is_let_in(
         if stop:
             raise StopRequestedError
         try:
-            raise_verdict(store)
+            raise_if_job_ended(store)
         # Node 0 has exited, so the caller connects to its successor.
         except StoreLostError:
             return False

@@ -165,8 +165,8 @@ def who_is_here(handler: DynamicRendezvousHandler, placement: Placement) -> str:
     came = {address.partition(".")[0] for address in here} | {f"{placement.node_rank:06d}"}
     missing = [str(node) for node in range(placement.nodes) if f"{node:06d}" not in came]
     more = [f"{len(missing) - NODES_NAMED} more"] * (len(missing) > NODES_NAMED)
-    said = f"{placement.nodes - len(missing)} of {placement.nodes} nodes have joined"
-    return f"{said}, missing node {', '.join([*missing[:NODES_NAMED], *more])}" if missing else said
+    joined = f"{placement.nodes - len(missing)} of {placement.nodes} nodes have joined"
+    return f"{joined}, missing node {', '.join([*missing[:NODES_NAMED], *more])}" if missing else joined
 
 
 def others_live(handler: DynamicRendezvousHandler, placement: Placement) -> bool:
@@ -175,8 +175,8 @@ def others_live(handler: DynamicRendezvousHandler, placement: Placement) -> bool
     Raises RendezvousError.
     """
     handler.num_nodes_waiting()  # reads the state
-    mine = f"{placement.node_rank:06d}."
-    return any(not address.startswith(mine) for address in nodes_here(handler) or ())
+    own_prefix = f"{placement.node_rank:06d}."
+    return any(not address.startswith(own_prefix) for address in nodes_here(handler) or ())
 
 
 def check_all_stay(handler: DynamicRendezvousHandler, nodes: int) -> None:

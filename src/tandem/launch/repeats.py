@@ -38,19 +38,19 @@ class Repeats:
         """Record that a generation ended with `code` on this node; `codes` has its ranks' by local rank."""
         first = positions[0]
         prefix = f"{first.store[2] if first.store else ''}/words/"
-        mine = [
-            (self._cause(positions[rank], code), self._node.view.whereabouts(positions[rank].rank))
+        own_causes = [
+            (self._cause(positions[rank], code), self._node.view.describe_position(positions[rank].rank))
             for rank, code in codes.items()
             if rank in positions and code not in (FINISHED, STOPPED)
         ]
         with contextlib.suppress(RuntimeError):  # the store is gone, and so are its readers
-            told = [[cause.to_json(), where] for cause, where in mine]
-            self._store.set(f"{prefix}{first.node_rank}", json.dumps(told))
+            serialized = [[cause.to_json(), where] for cause, where in own_causes]
+            self._store.set(f"{prefix}{first.node_rank}", json.dumps(serialized))
         this = code, self._node.view.rank_zeros_step()
         is_same = this == self._last
         self._last = this
         if is_same and first.node_rank == 0:
-            self._show(mine + self._of_others(prefix, first.nodes))
+            self._show(own_causes + self._of_others(prefix, first.nodes))
 
     def _cause(self, position: Position, code: int) -> Cause:
         path = self._node.run.rank_log(position.rank)
@@ -69,8 +69,8 @@ class Repeats:
                     with contextlib.suppress(
                         ValueError, TypeError, AttributeError
                     ):  # any client of the store can write there
-                        told = json.loads(self._store.get(f"{prefix}{node}"))
-                        found += [(Cause.from_json(cause), str(where)[:100]) for cause, where in told]
+                        parsed = json.loads(self._store.get(f"{prefix}{node}"))
+                        found += [(Cause.from_json(cause), str(where)[:100]) for cause, where in parsed]
                 time.sleep(MONITOR_SECONDS * bool(missing))
         return found
 

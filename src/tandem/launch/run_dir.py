@@ -19,7 +19,7 @@ from tandem.telemetry.journal import write_json_atomic
 log = logging.getLogger("tandem.launch")
 
 
-def of_this_job(run: RunDir, settings: Settings, placement: Placement) -> Settings:
+def adjust_for_job(run: RunDir, settings: Settings, placement: Placement) -> Settings:
     """Adjust the settings if a scheduler starts a job repeatedly, or many alike, in one run directory.
 
     Every task of a job array needs its own run directory: they would overwrite each other's checkpoints, or
@@ -40,13 +40,13 @@ def of_this_job(run: RunDir, settings: Settings, placement: Placement) -> Settin
     try:
         if placement.array is not None:
             array, task = placement.array
-            if (other := _noted(folder / layout.array_note(array), task)) != task:
+            if (other := _write_once(folder / layout.array_note(array), task)) != task:
                 raise ConfigError(
                     f"{folder} belongs to task {other} of array {array}, but this is task {task}; give each "
                     "task its own run directory (Slurm: --run-dir runs/$SLURM_ARRAY_TASK_ID)"
                 )
         if never_yet:
-            before = _noted(folder / layout.begun_note(placement.job), str(placement.restarts))
+            before = _write_once(folder / layout.begun_note(placement.job), str(placement.restarts))
             if int(before or 0) < placement.restarts:
                 log.info(
                     "restart %d of this job: resuming; --resume never applies only to its first start",
@@ -59,7 +59,7 @@ def of_this_job(run: RunDir, settings: Settings, placement: Placement) -> Settin
     return settings
 
 
-def _noted(note: Path, text: str) -> str:
+def _write_once(note: Path, text: str) -> str:
     """Return `text` if this call is the first to write it to `note`, else what is there already."""
     note.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -70,7 +70,7 @@ def _noted(note: Path, text: str) -> str:
         return note.read_text(encoding="ascii")
 
 
-def prepare_run_dir(run: RunDir, settings: Settings, mine: Lease, decision: ResumeDecision | None) -> None:
+def prepare_run_dir(run: RunDir, settings: Settings, lease: Lease, decision: ResumeDecision | None) -> None:
     """Create the run directory and write config.json.
 
     Removes the last launch's summary, unless the run is complete. A run that does not resume is a new one for
@@ -80,8 +80,8 @@ def prepare_run_dir(run: RunDir, settings: Settings, mine: Lease, decision: Resu
     over = decision.kind == "complete" if decision is not None else is_finished(run.checkpoints)
     check(settings.telemetry.remote_tracker)
     try:
-        if mine.problem is not None:
-            raise mine.problem
+        if lease.problem is not None:
+            raise lease.problem
         run.make_folder()
         write_json_atomic(run.folder / layout.CONFIG, settings.to_dict())
         run.mirror.begin((run.folder / layout.CONFIG).read_bytes(), keeps_summary=over)

@@ -28,9 +28,9 @@ def take_key(environ: MutableMapping[str, str]) -> bytes | None:
     text = environ.pop(SECRET, "")
     file = environ.pop(SECRET_FILE, "")
     if not text and not file:
-        said = dotenv_variables(DOTENV)
-        text = said.get(SECRET) or ""
-        file = said.get(SECRET_FILE) or ""
+        variables = dotenv_variables(DOTENV)
+        text = variables.get(SECRET) or ""
+        file = variables.get(SECRET_FILE) or ""
     if text and file:
         raise ConfigError(f"{SECRET} and {SECRET_FILE} are both set; set only one of them")
     if not text and not file:
@@ -63,5 +63,5 @@ def _wipe(name: str) -> None:
     """
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_void_p
-    if (place := getenv(name.encode())) is not None:
-        ctypes.memset(place, 0, len(ctypes.string_at(place)))
+    if (address := getenv(name.encode())) is not None:
+        ctypes.memset(address, 0, len(ctypes.string_at(address)))

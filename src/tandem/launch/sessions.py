@@ -12,7 +12,7 @@ LOADER = "pt_data_worker"
 """torch's name for the processes of a DataLoader. Their rank needs batches until it has stopped."""
 
 
-def ask(leader: int, number: int) -> list[int]:
+def signal_session(leader: int, number: int) -> list[int]:
     """Send a stop signal to a rank and what it has started; return the processes that have a handler for it.
 
     Every process of the rank's session gets it, except DataLoader processes, and helpers without a handler

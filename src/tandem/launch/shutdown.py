@@ -37,9 +37,9 @@ class Stopping:
     (loading data, building a model, waiting for each other) may take minutes, so they are killed at once.
     """
 
-    def __init__(self, node: NodeContext, what_there_is: str) -> None:
+    def __init__(self, node: NodeContext, progress: str) -> None:
         self._node = node
-        self._there = what_there_is
+        self._progress = progress
         self._since = node.stop.at or running_clock.now()
         self._has_said = False
 
@@ -51,18 +51,18 @@ class Stopping:
         seconds = running_clock.now() - self._since
         name = self._node.stop.name
         limit = self._node.config.shutdown_timeout
-        if not self._has_said and (has_trained or self._there == TRAINED):
+        if not self._has_said and (has_trained or self._progress == TRAINED):
             self._has_said = True
             asked = f"asking all ranks to save and stop (up to {limit:.0f} s)"
             log.info("%s: %s; press Ctrl-C again to kill them", name, asked)
         if not self._has_said and seconds > START_STOP_SECONDS:
             self._node.workers.kill()
-            if self._there == NOTHING:
+            if self._progress == NOTHING:
                 raise StopRequestedError
             step = self._node.resume.step
-            said = "nothing to save; run the same command again to resume from"
+            advice = "nothing to save; run the same command again to resume from"
             where = f"step {step:,}" if step else "the newest checkpoint"
-            log.info("%s came before the first step; %s %s", name, said, where)
+            log.info("%s came before the first step; %s %s", name, advice, where)
             return STOPPED
         if seconds > limit:
             log.warning("ranks did not stop within %.0f s: killing them", limit)

@@ -36,7 +36,7 @@ from tandem.launch.fork_server import (
     start,
     start_fork_server,
 )
-from tandem.launch.gpus import gpus_of, shared_out
+from tandem.launch.gpus import gpus_of, gpus_per_node
 from tandem.launch.scratch import scratch
 from tandem.launch.torch_variables import set_for_ranks
 from tandem.launch.workers import resolve
@@ -45,8 +45,8 @@ from tandem.platforms.by_hand import unplaced
 from tandem.platforms.placement import Placement
 from tandem.process import Process, below, end_with_parent, stat_of
 from tandem.run.directory import RunDir
-from tandem.signals import StopFlag, default_handlers, handed_on
-from tandem.slow_start import still
+from tandem.signals import StopFlag, default_handlers, forwarded_as
+from tandem.slow_start import log_if_slow
 from tandem.timeouts import DEAF_NODE_SECONDS, LEAVE_SECONDS, SUPERVISE_SECONDS, TRACKER_END_SECONDS
 from tandem.work.base import Workload
 from tandem.work.root_cause import signal_name
@@ -73,7 +73,7 @@ def simulate(
     Node 0 keeps the terminal; the others write to RUN_DIR/log/node-N.log. A node killed by a signal is
     restarted, as a cluster's platform would do, up to --max-restarts times.
     """
-    shares = shared_out(gpus_of(environ), placement.nodes, placement.nproc, settings.compute)
+    shares = gpus_per_node(gpus_of(environ), placement.nodes, placement.nproc, settings.compute)
     nodes = [
         SimulatedNode(
             [*argv, "--nodes", str(placement.nodes), "--node-rank", str(index)]
@@ -91,7 +91,7 @@ def simulate(
         try:
             with stop.ending():
                 imported = start_fork_server([AGENT, *work.preload], folder, keeps=False)
-                with still("importing modules for nodes and ranks"):
+                with log_if_slow("importing modules for nodes and ranks"):
                     imported()
         except StoppedError:
             end_fork_server()
@@ -120,7 +120,7 @@ def _supervise(nodes: Sequence["SimulatedNode"], config: LaunchConfig, stop: Sto
         if stop and stops_at == float("inf"):
             stops_at = time.monotonic() + config.shutdown_timeout + DEAF_NODE_SECONDS
             for node in nodes:
-                node.signal(handed_on(stop.signal_number or signal.SIGTERM))
+                node.signal(forwarded_as(stop.signal_number or signal.SIGTERM))
         # No process can report how those nodes end any more, so the job cannot be supervised.
         if stops_at == float("inf") and any(node.is_cut_off() for node in nodes):
             lost = "the process that forks the nodes was killed, probably because memory ran out"
@@ -193,9 +193,9 @@ class SimulatedNode:
 
     def start(self, *more: str) -> None:
         words = [*self._arguments, *more, *self._program]
-        hears_hangups = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+        default_hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
         self._process = self._context.Process(
-            target=_be_a_node, args=(words, self._output, self._variables, hears_hangups)
+            target=_be_a_node, args=(words, self._output, self._variables, default_hangup)
         )
         start(self._process)
 
@@ -235,14 +235,14 @@ class SimulatedNode:
 
 
 def _be_a_node(
-    words: Sequence[str], output: Path | None, variables: Mapping[str, str], hears_hangups: bool
+    words: Sequence[str], output: Path | None, variables: Mapping[str, str], default_hangup: bool
 ) -> None:
     """Become a node, in a new process forked by the launcher's fork server."""
     stop_with_parent()
     launcher = multiprocessing.parent_process()
     if launcher is not None and not launcher.is_alive():  # they ended before `stop_with_parent` took effect
         os._exit(PEER_LOST)
-    default_handlers(hears_hangups)  # `tandem launch` installs its own handlers, which can report the signal
+    default_handlers(default_hangup)  # `tandem launch` installs its own handlers, which can report the signal
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

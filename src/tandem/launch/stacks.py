@@ -29,9 +29,9 @@ def gather_stacks(workers: Workers, ranks: Mapping[int, int], log_folder: Path) 
             asks_again = False
             send(LAST_RESORT, [pids[each] for each in silent if has_handler(pids[each], LAST_RESORT)])
         time.sleep(MONITOR_SECONDS)
-    told = [str(files[each]) for each in pids if each not in silent]
+    written = [str(files[each]) for each in pids if each not in silent]
     without = [f"rank {ranks[each]}{' (stopped)' if _is_stopped(pids[each]) else ''}" for each in silent]
-    words = [f"stacks are in {', '.join(told)}"] if told else []
+    words = [f"stacks are in {', '.join(written)}"] if written else []
     return "; ".join([*words, f"no stacks from {', '.join(without)}"] if without else words)
 
 

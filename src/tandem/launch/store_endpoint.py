@@ -19,18 +19,18 @@ from tandem.launch.rendezvous import (
     StoreLostError,
     host_store,
     join_store,
-    leave_verdict,
+    publish_job_result,
     serve,
     stay_until_all_left,
     wait_for_master,
 )
 from tandem.launch.rendezvous_state import STATE_KEY, is_complete
 from tandem.launch.secret import SECRET
-from tandem.launch.tls_proxy import ProxyClient, ProxyRefusedError, ProxyServer, is_gate
+from tandem.launch.tls_proxy import ProxyClient, ProxyRefusedError, ProxyServer, is_proxy
 from tandem.platforms.environment import LOOPBACK
 from tandem.platforms.placement import Placement
 from tandem.signals import StopFlag
-from tandem.slow_start import still
+from tandem.slow_start import log_if_slow
 from tandem.timeouts import (
     ANNOUNCE_SECONDS,
     MASTER_RETRY_SECONDS,
@@ -133,7 +133,7 @@ class StoreEndpoint:
         """
         host, port = self._master
         ends = time.monotonic() + timeout_seconds
-        said = ""
+        logged = ""
         while True:
             left = max(0.0, ends - time.monotonic())
             try:
@@ -143,8 +143,8 @@ class StoreEndpoint:
                 why = f"{host}:{port} refused this node: {error}"
             if not left:
                 raise PeerLostError(why)
-            if why != said:
-                said = why
+            if why != logged:
+                logged = why
                 log.warning("%s; retrying for %.0f s", why, left)
             time.sleep(min(REFUSED_RETRY_SECONDS, left))
 
@@ -157,8 +157,8 @@ class StoreEndpoint:
             self._agents_way.check()
         # torch's client would retry against a gate for a minute, with a stack trace for each attempt.
         elif self.is_open:
-            with still("waiting for an answer from {}:{}".format(*self._master)):
-                has_gate = is_gate(self._master)
+            with log_if_slow("waiting for an answer from {}:{}".format(*self._master)):
+                has_gate = is_proxy(self._master)
             if has_gate:
                 raise ProxyRefusedError(f"node 0 has a secret, but this node has none; set {SECRET}")
         return join_store(self.placement, self.address, seconds, lambda: bool(stop))
@@ -168,29 +168,31 @@ class StoreEndpoint:
         return TCPStore(*self.address, is_master=False, timeout=timedelta(seconds=STORE_READ_SECONDS))
 
 
-def announce(place: StoreEndpoint, code: int, reason: str = "", stop: StopFlag | None = None) -> None:
+def announce(endpoint: StoreEndpoint, code: int, reason: str = "", stop: StopFlag | None = None) -> None:
     """Tell the nodes that arrive within ANNOUNCE_SECONDS why this node ends the job before it began.
 
     A node other than 0 reports an error to node 0. It can only end its own job: not one whose nodes are all
     present, nor an elastic one, which can start without this node.
     """
-    placement = place.placement
+    placement = endpoint.placement
     if placement.nodes == 1:
         return
-    told = still(f"telling the other nodes, for up to {ANNOUNCE_SECONDS:.0f} s; press Ctrl-C to stop")
+    progress = log_if_slow(
+        f"telling the other nodes, for up to {ANNOUNCE_SECONDS:.0f} s; press Ctrl-C to stop"
+    )
     meant = TandemError, StoreLostError, StopRequestedError, RuntimeError, ValueError
-    with told, contextlib.suppress(*meant):
+    with progress, contextlib.suppress(*meant):
         if placement.node_rank == 0:
-            store = place.host()
-            leave_verdict(store, code, reason)
+            store = endpoint.host()
+            publish_job_result(store, code, reason)
             left = store.add(LEFT_KEY, 1)
             stay_until_all_left(store, placement.nodes, left, ANNOUNCE_SECONDS, lambda: bool(stop))
         elif placement.elastic is None and stop is not None:
             deadline = time.monotonic() + ANNOUNCE_SECONDS
-            store = place.join(ANNOUNCE_SECONDS, stop)
+            store = endpoint.join(ANNOUNCE_SECONDS, stop)
             # With another number of nodes, node 0 may belong to another launch.
             if store.get(NODES_KEY) == str(placement.nodes).encode() and _is_missed(store, stop, deadline):
-                leave_verdict(store, code, f"node {placement.node_rank}: {reason}")
+                publish_job_result(store, code, f"node {placement.node_rank}: {reason}")
                 store.add(LEFT_KEY, 1)
 
 

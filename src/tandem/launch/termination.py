@@ -9,7 +9,7 @@ TERMINATION_LOG = Path("/dev/termination-log")
 LARGEST_BYTES = 4096  # Kubernetes reads no more
 
 
-def leave_word(reason: str) -> None:
+def write_termination_message(reason: str) -> None:
     """Write the reason to the file, if the kubelet has mounted it."""
     with contextlib.suppress(OSError):
         descriptor = os.open(TERMINATION_LOG, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -72,7 +72,7 @@ def _proof(key: bytes, role: bytes, connection: ssl.SSLSocket, *words: bytes) ->
     return hmac.digest(key, b"".join((role, bytes([len(binding)]), binding, *words)), "sha256")
 
 
-def ask(plain: socket.socket, key: bytes, port: int) -> ssl.SSLSocket:
+def connect_as_node(plain: socket.socket, key: bytes, port: int) -> ssl.SSLSocket:
     """Authenticate as a node, and return the connection to what listens for `port` on node 0.
 
     Raises OSError (ProxyRefusedError if the secrets differ).
@@ -83,9 +83,9 @@ def ask(plain: socket.socket, key: bytes, port: int) -> ssl.SSLSocket:
     connection = _context(False).wrap_socket(plain)
     with _closed_at_an_error(connection):
         theirs = _exactly(connection, NUMBER_BYTES)
-        mine = secrets.token_bytes(NUMBER_BYTES)
-        words = theirs, mine, port.to_bytes(PORT_BYTES)
-        connection.sendall(mine + words[2] + _proof(key, b"node", connection, *words))
+        nonce = secrets.token_bytes(NUMBER_BYTES)
+        words = theirs, nonce, port.to_bytes(PORT_BYTES)
+        connection.sendall(nonce + words[2] + _proof(key, b"node", connection, *words))
         proof = _exactly(connection, PROOF_BYTES)
         if not hmac.compare_digest(proof, _proof(key, b"node 0", connection, *words)):
             raise ProxyRefusedError("node 0 has a different secret")
@@ -93,7 +93,7 @@ def ask(plain: socket.socket, key: bytes, port: int) -> ssl.SSLSocket:
     return connection
 
 
-def answer(plain: socket.socket, key: bytes) -> tuple[ssl.SSLSocket, int]:
+def accept_node(plain: socket.socket, key: bytes) -> tuple[ssl.SSLSocket, int]:
     """Authenticate as node 0, and return a node's connection and the store that it asks for.
 
     Raises OSError (ProxyRefusedError if the secrets differ).
@@ -102,11 +102,11 @@ def answer(plain: socket.socket, key: bytes) -> tuple[ssl.SSLSocket, int]:
     plain.sendall(GREETING)
     connection = _context(True).wrap_socket(plain, server_side=True)
     with _closed_at_an_error(connection):
-        mine = secrets.token_bytes(NUMBER_BYTES)
-        connection.sendall(mine)
+        nonce = secrets.token_bytes(NUMBER_BYTES)
+        connection.sendall(nonce)
         theirs = _exactly(connection, NUMBER_BYTES)
         wanted = _exactly(connection, PORT_BYTES)
-        words = (mine, theirs, wanted)
+        words = (nonce, theirs, wanted)
         proof = _exactly(connection, PROOF_BYTES)
         if not hmac.compare_digest(proof, _proof(key, b"node", connection, *words)):
             connection.sendall(NO_PROOF)
@@ -125,7 +125,7 @@ def _closed_at_an_error(connection: socket.socket) -> Iterator[None]:
         raise
 
 
-def is_gate(address: tuple[str, int]) -> bool:
+def is_proxy(address: tuple[str, int]) -> bool:
     """Return whether a gate listens at `address`.
 
     A store sends nothing first, and closes a connection whose client has stopped sending.
@@ -136,7 +136,7 @@ def is_gate(address: tuple[str, int]) -> bool:
     return False
 
 
-def carry(one: ssl.SSLSocket, other: socket.socket) -> None:
+def relay(one: ssl.SSLSocket, other: socket.socket) -> None:
     """Copy bytes both ways until one side closes, then close both."""
     with one, other, selectors.DefaultSelector() as selector, contextlib.suppress(OSError):
         for each in (one, other):
@@ -211,7 +211,7 @@ class ProxyServer:
         self._make_room(plain, address)
         copy = plain.dup()  # TLS takes the copy over; `plain` stays open for `_make_room` to shut down
         try:
-            connection, name = answer(copy, self._key)
+            connection, name = accept_node(copy, self._key)
         except ProxyRefusedError as error:
             self._say_once(address, error)
             return
@@ -222,7 +222,7 @@ class ProxyServer:
         with connection:
             port = self._stores.get(name)
             if port is not None:
-                carry(connection, socket.create_connection((LOOPBACK, port), HANDSHAKE_SECONDS))
+                relay(connection, socket.create_connection((LOOPBACK, port), HANDSHAKE_SECONDS))
 
     def _make_room(self, plain: socket.socket, address: str) -> None:
         """Count one more unauthenticated connection; if there are too many, shut one down.
@@ -264,7 +264,7 @@ class ProxyClient:
 
     def check(self) -> None:
         """Raise OSError, with the reason, if no gate of this job answers."""
-        if not is_gate(self._master):
+        if not is_proxy(self._master):
             raise ProxyRefusedError(NO_GATE)
         self._through().close()
 
@@ -272,7 +272,7 @@ class ProxyClient:
         # Resolved each time, because a new pod has a new address.
         there = socket.create_connection(self._master, HANDSHAKE_SECONDS)
         try:
-            return ask(there, self._key, self.name)
+            return connect_as_node(there, self._key, self.name)
         except ProxyRefusedError:
             raise
         except OSError as error:
@@ -281,4 +281,4 @@ class ProxyClient:
             there.close()  # does nothing once TLS has taken it over
 
     def _serve(self, plain: socket.socket) -> None:
-        carry(self._through(), plain)
+        relay(self._through(), plain)

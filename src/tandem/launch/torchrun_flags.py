@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from tandem.config.foreign_flags import TORCHRUN
 from tandem.errors import ConfigError
 from tandem.launch.addresses import addresses_of, is_local
-from tandem.launch.program import SEE, takes_next
+from tandem.launch.program_arguments import SEE, takes_next
 
 RENDEZVOUS_PORT = "29400"
 MASTER_PORT = "29500"
@@ -35,7 +35,7 @@ def translated(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     A flag without an equivalent is dropped with one line on stderr. Raises ConfigError for an unsupported
     rendezvous backend, a missing value, and an unknown node rank.
     """
-    ours, theirs, program = _parted(words)
+    ours, theirs, program = _split_flags(words)
     if not theirs:
         return list(words)
     for flag in theirs:
@@ -44,7 +44,7 @@ def translated(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     return [*ours, *_nodes(theirs, ours, environ), *_ranks(theirs), *program]
 
 
-def _parted(words: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
+def _split_flags(words: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
     """Return (tandem's words, torchrun's {flag: value}, the program with its arguments)."""
     ours = list[str]()
     theirs = dict[str, str]()

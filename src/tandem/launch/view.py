@@ -23,7 +23,7 @@ from tandem.report.history import History
 from tandem.report.server import MetricsServer
 from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
-from tandem.slow_start import still
+from tandem.slow_start import log_if_slow
 from tandem.telemetry import agent_state, health, metrics, restarts
 from tandem.telemetry.channel import Receiver
 from tandem.telemetry.families import Sample
@@ -77,7 +77,7 @@ class NodeView:
         self._replays = agent_state.Replays()
         self.socket_path = scratch / "samples.sock"
         self.metrics = Registry(node=placement.node_rank)
-        self.metrics.before_page = self._bring_up_to_date
+        self.metrics.before_page = self._update_own_counters
         self._closing = threading.Event()
         self._journal: Journal | None = None
         self._history: History | None = None
@@ -203,7 +203,7 @@ class NodeView:
         def is_over() -> bool:
             return stop.interrupts > 1 or (running_clock.now() > limit if is_stopped else bool(stop))
 
-        with still(f"waiting for the last scrape, up to {self.linger_seconds:g} s; Ctrl-C ends it"):
+        with log_if_slow(f"waiting for the last scrape, up to {self.linger_seconds:g} s; Ctrl-C ends it"):
             self._server.linger(self.linger_seconds, is_over)
 
     def close(self) -> None:
@@ -290,7 +290,7 @@ class NodeView:
             metrics.STEPS.inc(unreported), metrics.SAMPLES.inc(samples), metrics.STEPS_REPLAYED.inc(again),
         ])  # fmt: skip
 
-    def _bring_up_to_date(self) -> None:
+    def _update_own_counters(self) -> None:
         """Update the counters that grow on their own (wall time, signals), and the ranks' memory use."""
         if self._journal is not None:
             received = {} if self._stop is None else self._stop.received
@@ -335,7 +335,7 @@ class NodeView:
         """Return the number of steps that rank 0 had finished at its last heartbeat."""
         return self._beats[0].step if 0 in self._beats else 0
 
-    def whereabouts(self, rank: int) -> str:
+    def describe_position(self, rank: int) -> str:
         """Return where a rank of this node was at its last heartbeat."""
         beat = self._beats.get(rank)
         return f"(in {beat.phase or beat.activity} of step {beat.step})" if beat is not None else ""
@@ -346,7 +346,7 @@ class NodeView:
             before = asleep
             asleep = time.monotonic() - running_clock.now()
             self.last_progress += asleep - before  # no progress was possible while this process was stopped
-            self._bring_up_to_date()
+            self._update_own_counters()
             renew_outputs()
             self._health_file.write(self._health())
 

@@ -86,9 +86,9 @@ class _NodeWords:
 class Watchdog:
     """One node's part of hang detection.
 
-    `hear` may be called from any thread; the agent begins and ends generations. `registry` is this node's:
-    metrics that only this node has go to node 0 the same way, and are shown there. `on_beats` is called on
-    node 0, several times a second, with what is known of all ranks.
+    `record_heartbeat` may be called from any thread; the agent begins and ends generations. `registry` is
+    this node's: metrics that only this node has go to node 0 the same way, and are shown there. `on_beats` is
+    called on node 0, several times a second, with what is known of all ranks.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Watchdog:
         self._registry = registry
         self._samples_heard: dict[int, tuple[bytes, float]] = {}
         # Keys that exist in the store; where the next read of metrics begins.
-        self._there = set[str]()
+        self._known_keys = set[str]()
         self._turn = 0
         self._clocks_compared: set[int] = set()
         self._lock = threading.Lock()
@@ -166,7 +166,7 @@ class Watchdog:
             self._generation = ""
             self._alarm = None
 
-    def hear(self, beat: Heartbeat) -> None:
+    def record_heartbeat(self, beat: Heartbeat) -> None:
         """Record a heartbeat of a rank of this node."""
         with self._lock:
             if beat.rank in self._pids:
@@ -234,12 +234,12 @@ class Watchdog:
             silent = {} if self._alarm is not None or not self._generation else silent
         if self._node == 0 and self._generation:
             self.on_beats(beats)
-        self._tell_unheard(silent)
+        self._log_silent_nodes(silent)
         if lost and since is not None:
             log.error("node %d has had no answer from node 0 for %.1f s", self._node, now - since)
             cut_connections(self._port)
 
-    def _tell_unheard(self, silent: Mapping[int, float]) -> None:
+    def _log_silent_nodes(self, silent: Mapping[int, float]) -> None:
         """Log once for each agent that it is silent, which is no hang of its ranks, or heard again."""
         for node in sorted(silent.keys() - self._unheard):
             text = "node %d's agent has sent no heartbeat for %.1f s; its ranks are still training"
@@ -276,17 +276,17 @@ class Watchdog:
             except Exception as error:  # a lost store raises many types; the judge measures the time
                 log.debug("the store does not answer the watchdog: %s", error)
                 store = None
-                self._there.clear()
+                self._known_keys.clear()
                 self._closing.wait(STORE_RETRY_SECONDS)
 
     def _read_others(
         self, store: TCPStore, generation: str, others: Sequence[int], alarm: Alarm | None
     ) -> None:
         keys = {f"{generation}/pulse/{node}": node for node in others} if generation else {}
-        for key, said in read_all(store, list(keys), self._there).items():
+        for key, value in read_all(store, list(keys), self._known_keys).items():
             node = keys[key]
             try:
-                words = checked(_NodeWords, json.loads(said))
+                words = checked(_NodeWords, json.loads(value))
                 beats = [checked(Beat, beat) for beat in words.beats]
             except (ValueError, RecursionError) as error:  # counts as silence
                 log.debug("node %d says what is no heartbeat: %s", node, error)
@@ -336,14 +336,14 @@ class Watchdog:
         """Apply the metrics of other nodes, and remove the gauges of a node that is silent."""
         now = running_clock.now()
         keys = {f"metrics/{node}": node for node in others}
-        for key, said in read_all(store, list(keys), self._there).items():
+        for key, value in read_all(store, list(keys), self._known_keys).items():
             node, (before, at) = keys[key], self._samples_heard.get(keys[key], (b"", now))
-            if said != before:
-                self._samples_heard[node] = (said, now)
+            if value != before:
+                self._samples_heard[node] = (value, now)
                 # A counter that makes each report new precedes the comma.
-                differs = said.partition(b",")[2] != before.partition(b",")[2]
+                differs = value.partition(b",")[2] != before.partition(b",")[2]
                 if differs or now - at > STALE_SECONDS:
-                    self._registry.apply_node(node, unpack_samples(said))
+                    self._registry.apply_node(node, unpack_samples(value))
             elif now - at > STALE_SECONDS:
                 self._registry.forget_node(node)
 

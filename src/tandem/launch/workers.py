@@ -20,10 +20,10 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from tandem.checkpoint.node_memory import NodeMemory
-from tandem.distributed.child_processes import killed_helper
+from tandem.distributed.child_processes import killed_child
 from tandem.errors import FINISHED, GPU_FAILED, KILLED, PEER_LOST, STOPPED, shell_code
 from tandem.launch.fork_server import UNKNOWN, fork_server_pid, has_gone, start
-from tandem.launch.sessions import ask
+from tandem.launch.sessions import signal_session
 from tandem.process import (
     Process,
     adopt_orphans,
@@ -34,8 +34,8 @@ from tandem.process import (
     name_process,
     send,
 )
-from tandem.script.lifeline import heed
-from tandem.slow_start import still
+from tandem.script.lifeline import watch_agent_pipe
+from tandem.slow_start import log_if_slow
 from tandem.timeouts import (
     DISMISSED_SECONDS,
     END_LOOK_SECONDS,
@@ -43,7 +43,7 @@ from tandem.timeouts import (
     KILLED_SECONDS,
     LEFT_BEHIND_SECONDS,
 )
-from tandem.work.base import gpu_of, nothing_of, place_of
+from tandem.work.base import any_rank, gpu_index, rank_identity
 
 log = logging.getLogger("tandem.agent")
 
@@ -92,11 +92,11 @@ def _worker_main(
     except (EOFError, OSError):
         os._exit(PEER_LOST)
     name_process(f"tandem-rank-{position.rank}")
-    heed(lifeline.fileno())
+    watch_agent_pipe(lifeline.fileno())
     try:
         code = resolve(function)(job, position)
     except RuntimeError as error:  # raised by torch's SIGCHLD handler, in the code that ends the rank
-        killed = killed_helper(error)
+        killed = killed_child(error)
         if killed is None:
             raise
         log.error("%s; ending the rank as if it had been killed", killed[0])
@@ -157,7 +157,7 @@ class Workers:
         job: Any,
         memories: Sequence[NodeMemory],
         warm_up: str | None = None,
-        bound_to: Callable[[Any], object] = nothing_of,
+        bound_to: Callable[[Any], object] = any_rank,
     ) -> None:
         self._arguments = function, warm_up, job, tuple(memories)
         self._bound_to = bound_to
@@ -171,7 +171,7 @@ class Workers:
         """Start one process per local rank; return {local rank: pid}."""
         self._ranks = {}
         self._positions = positions
-        with still("importing modules for the ranks"):  # the fork server is importing them
+        with log_if_slow("importing modules for the ranks"):  # the fork server is importing them
             for local_rank, position in positions.items():
                 self._ranks[local_rank] = rank = self._take_standby(position) or self._fork(position)
                 rank.lifeline.send(position)
@@ -190,8 +190,8 @@ class Workers:
         if len(self._standby) < count:
             # A position that no standby process is prepared for; without one, the process only imports
             # modules.
-            taken = {place_of(worker.expected) for worker in self._standby}
-            free = [each for each in self._positions.values() if place_of(each) not in taken]
+            taken = {rank_identity(worker.expected) for worker in self._standby}
+            free = [each for each in self._positions.values() if rank_identity(each) not in taken]
             self._standby.append(self._fork(free[0] if free else None))
 
     def _take_standby(self, position: Any) -> "_Worker | None":
@@ -236,7 +236,7 @@ class Workers:
     def signal(self, number: int) -> None:
         """Send a stop signal to all running ranks and to the processes that they have started."""
         for local_rank, pid in self.pids().items():
-            self._ranks[local_rank].asked += ask(pid, number)
+            self._ranks[local_rank].asked += signal_session(pid, number)
 
     def pids(self) -> dict[int, int]:
         """Return {local rank: process ID} of the running ranks."""
@@ -281,14 +281,14 @@ class Workers:
         # Only after a good end: what a failed rank has started is killed with it.
         if ended and all(code in (FINISHED, STOPPED) for code in ended):
             self._end_helpers()
-        self._end_left(KILLED_SECONDS)
+        self._kill_remaining(KILLED_SECONDS)
         codes = {each: KILLED if code is None else code for each, code in self.codes().items()}
         for rank in self._ranks.values():
             rank.lifeline.close()
         has_lost_gpu = any(_exited(rank, GPU_FAILED) for rank in self._ranks.values())
         self._ranks = {}
-        if has_lost_gpu and self._bound_to is gpu_of:
-            self.dismiss()  # other standby processes may have the failed GPU open, too
+        if has_lost_gpu and self._bound_to is gpu_index:
+            self.end_standby()  # other standby processes may have the failed GPU open, too
         return codes
 
     def left(self) -> list[Process]:
@@ -320,14 +320,14 @@ class Workers:
             while self.left() and time.monotonic() < deadline:
                 time.sleep(END_LOOK_SECONDS)
 
-    def _end_left(self, limit_seconds: float) -> None:
+    def _kill_remaining(self, limit_seconds: float) -> None:
         """Send SIGKILL until nothing is left, and log what cannot be ended."""
         deadline = time.monotonic() + limit_seconds
         self.wait(limit_seconds)
         while left := self.left():
             if time.monotonic() > deadline:
                 for each in left:
-                    log.error(STAYS, self._who(each), limit_seconds)
+                    log.error(STAYS, self._describe(each), limit_seconds)
                 return
             send(signal.SIGKILL, left)
             time.sleep(END_LOOK_SECONDS)
@@ -336,13 +336,13 @@ class Workers:
                     with contextlib.suppress(ChildProcessError):
                         os.waitpid(each.pid, os.WNOHANG)
 
-    def _who(self, process: Process) -> str:
+    def _describe(self, process: Process) -> str:
         for local_rank, rank in self._ranks.items():
             if rank.process.pid == process.pid:
                 return f"rank {self._positions[local_rank].rank} (process {process.pid})"
         return f"{process}, started by a rank,"
 
-    def dismiss(self) -> None:
+    def end_standby(self) -> None:
         """End the standby processes: there is no next generation, or it needs new processes."""
         for worker in self._standby:
             worker.lifeline.close()

@@ -17,7 +17,7 @@ from tandem.platforms.environment import (
     Placement,
     PlatformEnv,
     any_set,
-    said,
+    assignments,
 )
 
 ORDER = 45  # before by-hand, because it sets RANK and MASTER_ADDR; its distribution MPI is Open MPI's mpirun
@@ -64,7 +64,7 @@ def _rank(facts: PlatformEnv, placement: Placement, world: int) -> Placement:
     if not is_even or local_rank >= here or placement.nproc not in (None, here):
         names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "AZUREML_NODE_COUNT")
         raise ConfigError(
-            f"{said({name: facts.environ.get(name, '') for name in names})} contradict each other; "
+            f"{assignments({name: facts.environ.get(name, '') for name in names})} contradict each other; "
             "give the job one process per instance (process_count_per_instance 1); do not set these by hand"
         )
     return replace(placement, nproc=here, rank=rank, local_rank=local_rank, world_size=world)

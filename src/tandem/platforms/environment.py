@@ -137,7 +137,9 @@ class PlatformEnv:
         """
         sources = self.sources(column)
         if len(set(sources.values())) > 1:
-            raise ConfigError(f"{said(sources)} contradict each other; expected equal values{self._where}")
+            raise ConfigError(
+                f"{assignments(sources)} contradict each other; expected equal values{self._where}"
+            )
         return next(iter(sources.values()), None)
 
     def number(self, column: str, default: int | None = None) -> int:
@@ -150,13 +152,13 @@ class PlatformEnv:
             if default is None:
                 raise self.missing(column)
             return default
-        return whole(next(iter(self.sources(column))), value)
+        return parse_integer(next(iter(self.sources(column))), value)
 
     def variable(self, name: str) -> int:
         value = self.environ.get(name)
         if not value:
             raise ConfigError(f"{self.seen()} but {name} is not; {self._advice}")
-        return whole(name, value)
+        return parse_integer(name, value)
 
     @property
     def _where(self) -> str:
@@ -186,9 +188,9 @@ class PlatformEnv:
         sources = {
             name: value for name, value in self.sources("nproc").items() if value not in ("auto", "gpu")
         }
-        numbers = {name: whole(name, value, 1, "auto or ") for name, value in sources.items()}
+        numbers = {name: parse_integer(name, value, 1, "auto or ") for name, value in sources.items()}
         if len(set(numbers.values())) > 1:
-            raise ConfigError(f"{said(sources)} contradict each other; set one of them to auto")
+            raise ConfigError(f"{assignments(sources)} contradict each other; set one of them to auto")
         return next(iter(numbers.values()), None)
 
     def missing(self, column: str) -> ConfigError:
@@ -206,15 +208,15 @@ class PlatformEnv:
         flags = [
             flag for flag, on in (("--master", "host"), ("--node-rank", "node_rank")) if on in self.flags
         ]
-        given = ", ".join([said(marks)] * bool(marks) + flags)
+        given = ", ".join([assignments(marks)] * bool(marks) + flags)
         return f"{given} {'is' if len(marks) + len(flags) == 1 else 'are'} set"
 
 
-def said(sources: Mapping[str, str]) -> str:
+def assignments(sources: Mapping[str, str]) -> str:
     return ", ".join(f"{name}={value}" for name, value in sources.items())
 
 
-def whole(name: str, value: str, minimum: int = 0, also: str = "") -> int:
+def parse_integer(name: str, value: str, minimum: int = 0, also: str = "") -> int:
     if not re.fullmatch(r"[0-9]{1,9}", value) or int(value) < minimum:
         raise ConfigError(f"{name}: invalid value {value!r}; expected {also}an integer >= {minimum}")
     return int(value)
@@ -222,7 +224,7 @@ def whole(name: str, value: str, minimum: int = 0, also: str = "") -> int:
 
 def value_range(name: str, value: str) -> tuple[int, int]:
     low, _, high = value.partition(":")
-    bounds = (whole(name, low, 1, "MIN:MAX or "), whole(name, high or low, 1, "MIN:MAX or "))
+    bounds = (parse_integer(name, low, 1, "MIN:MAX or "), parse_integer(name, high or low, 1, "MIN:MAX or "))
     if bounds[0] > bounds[1]:
         raise ConfigError(f"{name}: invalid value {value!r}; expected MIN:MAX with MIN <= MAX, such as 1:2")
     return bounds

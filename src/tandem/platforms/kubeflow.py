@@ -15,10 +15,10 @@ from tandem.platforms.environment import (
     Placement,
     PlatformEnv,
     any_set,
-    said,
+    assignments,
+    parse_integer,
     split_address,
     value_range,
-    whole,
 )
 from tandem.platforms.pods import pod_name
 
@@ -58,7 +58,7 @@ def read(facts: PlatformEnv) -> Placement:
         port = facts.number("port")
     elif endpoint:
         host, text = split_address("PET_RDZV_ENDPOINT", endpoint)
-        port = whole("PET_RDZV_ENDPOINT", text)
+        port = parse_integer("PET_RDZV_ENDPOINT", text)
         node_rank = facts.number("node_rank", _ordinal(facts))
     # A single pod needs no rendezvous.
     elif high == 1 and not facts.sources("node_rank"):
@@ -106,7 +106,7 @@ def _check_world_size(facts: PlatformEnv, nodes: int, elastic: tuple[int, int] |
             if name in facts.environ
         }
         raise ConfigError(
-            f"{said(shown)} contradict each other; "
+            f"{assignments(shown)} contradict each other; "
             f"WORLD_SIZE must be nodes x processes per node ({nodes * per_node})"
         )
 

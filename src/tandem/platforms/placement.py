@@ -32,7 +32,7 @@ from tandem.platforms.environment import (
     Columns,
     Placement,
     PlatformEnv,
-    said,
+    assignments,
     split_address,
     value_range,
 )
@@ -129,7 +129,7 @@ def _check_file(master: str, environ: Mapping[str, str]) -> None:
 
 def _checked(placement: Placement, facts: PlatformEnv) -> Placement:
     """Check the limits that hold on every platform, and apply --elastic. Raises ConfigError."""
-    given = said({**facts.sources("nodes"), **facts.sources("node_rank")}) or str(placement)
+    given = assignments({**facts.sources("nodes"), **facts.sources("node_rank")}) or str(placement)
     if placement.nodes < 1 or placement.node_rank >= placement.nodes:
         raise ConfigError(
             f"invalid node {placement.node_rank} of {placement.nodes} ({given}, host {facts.hostname}); "
@@ -137,15 +137,15 @@ def _checked(placement: Placement, facts: PlatformEnv) -> Placement:
         )
     if placement.master_port > 65535:
         raise ConfigError(
-            f"invalid master port {placement.master_port} ({said(facts.sources('port'))}); "
+            f"invalid master port {placement.master_port} ({assignments(facts.sources('port'))}); "
             "expected 1 to 65535"
         )
     is_single = placement.nodes == 1 and (placement.world_size or 1) == 1
     # Only this process needs to know a port that the kernel chooses.
     if placement.master_port == 0 and not (placement.starts_all or is_single):
         raise ConfigError(
-            f"invalid master port 0 ({said(facts.sources('port'))}); expected 1 to 65535, the same on all "
-            f"nodes, such as --master {placement.master_host}:{DEFAULT_PORT}"
+            f"invalid master port 0 ({assignments(facts.sources('port'))}); expected 1 to 65535, the same on "
+            f"all nodes, such as --master {placement.master_host}:{DEFAULT_PORT}"
         )
     if facts.elastic is None:
         return placement

@@ -11,7 +11,15 @@ from collections.abc import Mapping
 
 from tandem.errors import ConfigError
 from tandem.platforms import by_hand
-from tandem.platforms.environment import DEFAULT_PORT, Columns, Placement, PlatformEnv, any_set, said, whole
+from tandem.platforms.environment import (
+    DEFAULT_PORT,
+    Columns,
+    Placement,
+    PlatformEnv,
+    any_set,
+    assignments,
+    parse_integer,
+)
 
 ORDER = 40  # before by-hand, because the toolkit sets MASTER_ADDR
 MARKS = ("SM_HOSTS", "SM_CURRENT_HOST", "SM_RESOURCE_CONFIG", "TRAINING_JOB_ARN")
@@ -38,11 +46,12 @@ def read(facts: PlatformEnv) -> Placement:
     nodes = facts.number("nodes", len(hosts))
     node_rank = facts.number("node_rank", hosts.index(here))
     if (nodes, node_rank, host.split(".")[0]) != (len(hosts), hosts.index(here), hosts[0]):
+        given = {**facts.sources("nodes"), **facts.sources("node_rank"), **facts.sources("host")}
         raise ConfigError(
-            f"{said({**facts.sources('nodes'), **facts.sources('node_rank'), **facts.sources('host')})} "
-            f"contradicts SM_HOSTS={','.join(hosts)} with SM_CURRENT_HOST={here}; omit it"
+            f"{assignments(given)} contradicts SM_HOSTS={','.join(hosts)} with SM_CURRENT_HOST={here}; "
+            "omit it"
         )
-    gpus = whole("SM_NUM_GPUS", facts.environ.get("SM_NUM_GPUS") or "0")
+    gpus = parse_integer("SM_NUM_GPUS", facts.environ.get("SM_NUM_GPUS") or "0")
     return Placement(
         "sagemaker",
         nodes,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tandem.errors import ConfigError
 from tandem.platforms import by_hand
-from tandem.platforms.environment import Columns, Placement, PlatformEnv, any_set, said, whole
+from tandem.platforms.environment import Columns, Placement, PlatformEnv, any_set, assignments, parse_integer
 from tandem.platforms.laptop import alone
 from tandem.process import stat_of
 
@@ -81,7 +81,7 @@ def without_job(environ: Mapping[str, str]) -> Mapping[str, str]:
 def read(facts: PlatformEnv) -> Placement:
     """Read the position: one task per node is the node's agent or its rank; of several, each is a rank."""
     parts = facts.environ.get("SLURM_HET_SIZE") or "1"
-    if whole("SLURM_HET_SIZE", parts) > 1:
+    if parse_integer("SLURM_HET_SIZE", parts) > 1:
         raise ConfigError(
             f"SLURM_HET_SIZE={parts}: this job is heterogeneous, but all nodes must be alike; submit it as "
             "one part, such as sbatch --nodes=2 --gpus-per-node=1"
@@ -100,7 +100,7 @@ def read(facts: PlatformEnv) -> Placement:
         array=(facts.environ[names[0]], facts.environ[names[1]])
         if any_set(facts.environ, names[:1])
         else None,
-        restarts=whole("SLURM_RESTART_COUNT", facts.environ.get("SLURM_RESTART_COUNT") or "0"),
+        restarts=parse_integer("SLURM_RESTART_COUNT", facts.environ.get("SLURM_RESTART_COUNT") or "0"),
     )
 
 
@@ -125,7 +125,8 @@ def _placed(facts: PlatformEnv) -> Placement:
     host = facts.text("host") or names[0]
     if host.split(".")[0] in names[1:]:
         raise ConfigError(
-            f"{said(facts.sources('host'))} is not the step's first node {names[0]}, where rank 0 is; omit it"
+            f"{assignments(facts.sources('host'))} is not the step's first node {names[0]}, where rank 0 is; "
+            "omit it"
         )
     # Two jobs, or two steps of one job, may share a node, so their stores should use different ports. If the
     # ports are equal anyway (numbers repeat), `job` tells the stores apart.
@@ -188,9 +189,9 @@ def _without_step(facts: PlatformEnv) -> Placement:
     if not {"nodes", "nproc"} & set(facts.flags):
         names.append("SLURM_NTASKS")
     counts = {name: facts.environ.get(name) or "1" for name in names}
-    if any(whole(name, value, 1) > 1 for name, value in counts.items()):
+    if any(parse_integer(name, value, 1) > 1 for name, value in counts.items()):
         raise ConfigError(
-            f"{said(counts)} but this is not a step (no SLURM_STEP_ID); start it with srun: "
+            f"{assignments(counts)} but this is not a step (no SLURM_STEP_ID); start it with srun: "
             "srun --ntasks-per-node=1 tandem launch ..."
         )
     return alone(facts)
@@ -212,26 +213,30 @@ def expand_nodelist(text: str) -> list[str]:
     return names
 
 
-def _expand_name(item: str, whole: str) -> list[str]:
+def _expand_name(item: str, nodelist: str) -> list[str]:
     names = [""]
     for part in re.findall(r"\[[^\]]*\]|[^\[\]]+|[\[\]]", item):
         if part.startswith("["):
-            names = [name + number for name in names for number in _expand_bracket(part, whole)]
+            names = [name + number for name in names for number in _expand_bracket(part, nodelist)]
         elif part == "]" or not re.fullmatch(r"[A-Za-z0-9._-]+", part):
-            raise ConfigError(f"{whole!r} is not a Slurm node list; an example is node[1-3,7],gpu-a[01-02]")
+            raise ConfigError(
+                f"{nodelist!r} is not a Slurm node list; an example is node[1-3,7],gpu-a[01-02]"
+            )
         else:
             names = [name + part for name in names]
     return names
 
 
-def _expand_bracket(bracket: str, whole: str) -> list[str]:
+def _expand_bracket(bracket: str, nodelist: str) -> list[str]:
     numbers: list[str] = []
     for entry in bracket[1:-1].split(","):
         match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", entry)
         first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
         # The limit keeps a typo from filling the memory.
         if int(last) < int(first) or int(last) - int(first) > 100_000:
-            raise ConfigError(f"{whole!r} is not a Slurm node list; an example is node[1-3,7],gpu-a[01-02]")
+            raise ConfigError(
+                f"{nodelist!r} is not a Slurm node list; an example is node[1-3,7],gpu-a[01-02]"
+            )
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers
 

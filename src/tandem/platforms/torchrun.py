@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from tandem.errors import ConfigError
-from tandem.platforms.environment import Columns, Placement, PlatformEnv, any_set, said
+from tandem.platforms.environment import Columns, Placement, PlatformEnv, any_set, assignments
 
 ORDER = 10  # first: torchrun runs inside Slurm steps, pods and every cloud's jobs
 MARKS = ("LOCAL_RANK", "TORCHELASTIC_RUN_ID")
@@ -24,7 +24,7 @@ def read(facts: PlatformEnv) -> Placement:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     if nproc < 1 or rank >= world or local_rank >= nproc or nproc > world:
         raise ConfigError(
-            f"{said({name: facts.environ[name] for name in names})} contradict each other; "
+            f"{assignments({name: facts.environ[name] for name in names})} contradict each other; "
             "start with torchrun, and do not set them by hand"
         )
     return Placement(

@@ -18,8 +18,8 @@ from tandem.training.task_memory import recall
 from tandem.training.weights import saved_at, tensors_in
 
 
-def score(settings: Settings, position: Position, place: str) -> dict[str, float]:
-    """Return the scores of the weights at `place` over the task's evaluation set; all ranks call this.
+def score(settings: Settings, position: Position, source: str) -> dict[str, float]:
+    """Return the scores of the weights at `source` over the task's evaluation set; all ranks call this.
 
     Rank 0 reads the checkpoint. Raises ConfigError for weights of another model, and for a task without an
     evaluation set.
@@ -35,9 +35,9 @@ def score(settings: Settings, position: Position, place: str) -> dict[str, float
         raise ConfigError(f"task {settings.run.task} has no evaluation set; return one in its Datasets")
     seed_model(settings.run.seed)
     strategy = strategies.load_to_evaluate(settings.compute.strategy, world)
-    model = strategy.spread(model_of(task, world.devices))
+    model = strategy.shard(model_of(task, world.devices))
     # A run that still trains may save a newer checkpoint at any time, so one rank chooses for all.
-    saved = saved_at(place) if world.is_first else None
+    saved = saved_at(source) if world.is_first else None
     state = deserialize(world.broadcast_bytes(saved.raw if saved else None))
     task.moment.resume(*world.broadcast_json([saved.step, saved.epoch_steps] if saved else None))
     weights = tensors_in(state)

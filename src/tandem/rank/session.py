@@ -21,7 +21,7 @@ from tandem.distributed.strategy import Strategy
 from tandem.errors import FINISHED
 from tandem.log import log_warnings, redirect_output, setup
 from tandem.run.directory import RunDir
-from tandem.slow_start import still
+from tandem.slow_start import log_if_slow
 from tandem.telemetry.agent_state import count_log_messages
 from tandem.telemetry.channel import sender
 from tandem.telemetry.clock import Clock
@@ -32,7 +32,7 @@ from tandem.telemetry.stacks import keep_stacks
 from tandem.training.loop import EventSchedule
 from tandem.training.precision import precision_of
 from tandem.training.resume import NONE, Redistribute, ResumePoint, begin, check_data
-from tandem.training.saving import Learning, Saver, snapshot_every
+from tandem.training.saving import CheckpointSource, Saver, snapshot_every
 from tandem.training.summary import RunInfo, open_displays, write_summary
 
 log = logging.getLogger("tandem.run")
@@ -51,7 +51,7 @@ class RankSession:
     threads: int
     recorder: Recorder
     facts: RunInfo
-    timetable: EventSchedule
+    event_schedule: EventSchedule
     saver: Saver
 
     def __init__(self, settings: Settings, position: Position) -> None:
@@ -102,7 +102,7 @@ class RankSession:
             handler.addFilter(clock.stamp)
         # Heartbeats begin before the rendezvous, so that the agent can see a rank that hangs in it.
         Heartbeats(position.rank, clock, self.send, given.reliability, self.run.logs)
-        with clock.phase("rendezvous"), still("waiting for the other ranks"):
+        with clock.phase("rendezvous"), log_if_slow("waiting for the other ranks"):
             self.open_group(trains=True)
             # Ranks with other settings, or of another version, could wait for each other in different
             # collectives, so this comes before those of the run.
@@ -127,7 +127,7 @@ class RankSession:
         self.world = ProcessGroup.open(position, devices[0], limit, devices, position.patience)
 
     def _get_ready(self, devices: Sequence[torch.device]) -> None:
-        """Set what a process computes with in training, and say whom it waits for."""
+        """Apply the settings for determinism, NUMA and TF32; log which ranks this process waits for."""
         compute = self.given.compute
         position = self.position
         if compute.deterministic:
@@ -183,7 +183,7 @@ class RankSession:
 
     def plan(
         self,
-        state: Learning,
+        state: CheckpointSource,
         strategy: Strategy,
         order: GlobalOrder,
         planned: int,
@@ -191,7 +191,7 @@ class RankSession:
         shares: tuple[int, ...] = (),
         recorded: Settings | None = None,
     ) -> None:
-        """Prepare `facts`, `timetable` and `saver` for a run of `planned` steps, once its state is loaded.
+        """Prepare `facts`, `event_schedule` and `saver` for `planned` steps, once the state is loaded.
 
         Manifests have the settings in `recorded`, by default those that were given.
         """
@@ -216,7 +216,7 @@ class RankSession:
             shares=shares,
             data=self._data,
         )
-        self.timetable = EventSchedule.of(
+        self.event_schedule = EventSchedule.of(
             order.steps_per_epoch,
             planned,
             log=settings.telemetry.log_every,
@@ -231,7 +231,7 @@ class RankSession:
 
     def begin_run(self, model: nn.Module) -> None:
         """Open the displays, and remove the summary of an earlier end."""
-        save_steps = self.timetable.steps_between("save")
+        save_steps = self.event_schedule.steps_between("save")
         open_displays(self.facts, self.settings.telemetry, save_steps, self.recorder, model)
 
     def finish(

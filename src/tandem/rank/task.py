@@ -11,7 +11,7 @@ from tandem import layout
 from tandem.config import Settings, TaskJob
 from tandem.data.loader import end_loaders
 from tandem.distributed import strategy as strategies
-from tandem.distributed.child_processes import killed_helper
+from tandem.distributed.child_processes import killed_child
 from tandem.distributed.devices import not_deterministic, open_gpus
 from tandem.distributed.gpu_failures import is_gpu_failure
 from tandem.distributed.group import Position, in_one_line
@@ -27,13 +27,13 @@ from tandem.errors import (
 )
 from tandem.rank.session import RankSession
 from tandem.signals import StopFlag
-from tandem.slow_start import still
+from tandem.slow_start import log_if_slow
 from tandem.tasks.base import task_class
 from tandem.tasks.traces import full_trace, short_trace, what_and_where
 from tandem.telemetry.messages import Event
 from tandem.telemetry.recorder import Recorder
 from tandem.training.evaluate import Evaluation, evaluation_batch_size
-from tandem.training.loop import TaskLoopState, make_up, train
+from tandem.training.loop import TaskLoopState, repeat_evaluation, train
 from tandem.training.profiling import profiled
 from tandem.training.replicas import check_replicas
 from tandem.training.resume import COMPLETE
@@ -43,15 +43,17 @@ from tandem.training.train_state import TrainState
 log = logging.getLogger("tandem.run")
 
 
-def run_rank(job: TaskJob, position: Position, hear: Callable[[StopFlag], None] = lambda stop: None) -> int:
+def run_rank(
+    job: TaskJob, position: Position, watch_stop_flag: Callable[[StopFlag], None] = lambda stop: None
+) -> int:
     """Train as the rank at `position`, and return the exit code (see `errors`).
 
-    Signal handlers are installed first. `hear`, without an agent, receives the stop flag.
+    Signal handlers are installed first. `watch_stop_flag`, without an agent, receives the stop flag.
     """
     stop = StopFlag().install()
     # Without an agent, launch/lone_stop.py reacts to signals from here on. The start below can wait long for
     # data or for other ranks.
-    hear(stop)
+    watch_stop_flag(stop)
     session = RankSession(Settings.from_dict(job.settings), position)
     try:
         session.open_log()
@@ -67,7 +69,7 @@ def run_rank(job: TaskJob, position: Position, hear: Callable[[StopFlag], None] 
     except Exception as error:
         # This comes first, because torch's SIGCHLD handler could raise in any line below. The call removes
         # it.
-        killed = killed_helper(error)
+        killed = killed_child(error)
         end_loaders()  # while the traceback still holds them: dropping it would wait for them
         # A failed GPU also breaks collectives, so its error may look like that of a lost peer.
         if is_gpu_failure(error):
@@ -119,97 +121,104 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
     clock = session.clock
     settings = session.settings
     slices = settings.run, settings.data, settings.compute, settings.optimization, settings.exchange
-    with still("building data and model"):
-        learner = TrainState(*slices, world, clock, session.recorder, chosen)
-    with clock.phase("resume"), still("deciding where to resume"):
-        if session.resume(homes=learner.model.state_dict()).step == COMPLETE:
+    with log_if_slow("building data and model"):
+        train_state = TrainState(*slices, world, clock, session.recorder, chosen)
+    with clock.phase("resume"), log_if_slow("deciding where to resume"):
+        if session.resume(homes=train_state.model.state_dict()).step == COMPLETE:
             session.recorder.close()
             return
         # The state that is loaded next has a position, which refers to these samples.
-        session.check_data(learner.datasets.train)
-        learner.begin(session.beginning)
-        learner.check_state()
-    _plan(session, learner)
+        session.check_data(train_state.datasets.train)
+        train_state.begin(session.beginning)
+        train_state.check_state()
+    _plan(session, train_state)
     evaluation = Evaluation(
         world,
-        learner.strategy,
-        learner.task,
-        learner.model,
-        learner.datasets.evaluation,
+        train_state.strategy,
+        train_state.task,
+        train_state.model,
+        train_state.datasets.evaluation,
         evaluation_batch_size(settings.evaluation, settings.data, world),
         settings.compute.precision,
-        learner.workers,
-        learner.exchanges,
+        train_state.workers,
+        train_state.exchanges,
     )
-    timetable = session.timetable
+    event_schedule = session.event_schedule
     saver = session.saver
     # A restart of the same launch has tested it before.
-    if session.position.restart == 0 and timetable.cadences["eval"].unit != "never":
-        with still("testing the evaluation"):
-            evaluation.rehearse()
-    training = _training(session, learner, evaluation, stop)
-    session.begin_run(learner.model)
+    if session.position.restart == 0 and event_schedule.cadences["eval"].unit != "never":
+        with log_if_slow("testing the evaluation"):
+            evaluation.dry_run()
+    training = _training(session, train_state, evaluation, stop)
+    session.begin_run(train_state.model)
     beginning = session.beginning
-    planned = learner.planned
+    planned = train_state.planned
     first = f"running the first steps (--log-every {settings.telemetry.log_every})"
-    with saver, still(first) if world.is_first else nullcontext():
+    with saver, log_if_slow(first) if world.is_first else nullcontext():
         # After the task has ended a run, another --steps or --epochs continues it.
         saver.is_end = beginning.ended_of == planned
         if beginning.owes_evaluation:
-            make_up(training)
+            repeat_evaluation(training)
         with closing(cast("Generator[Any, None, None]", training.batches)):  # ends a profile that is open
             finished = saver.is_end or train(training)
         if beginning.slot is not None and beginning.step == planned:
             saver.save(training.step)  # there was no step left to take, and the state exists only in memory
         clock.begin("drain")
     session.code = FINISHED if finished else STOPPED
-    session.finish(training.step, learner.weights, learner.schedule.used())
+    session.finish(training.step, train_state.weights, train_state.schedule.used())
 
 
-def _plan(session: RankSession, learner: TrainState) -> None:
+def _plan(session: RankSession, train_state: TrainState) -> None:
     """Plan the run, and log events that are never due."""
     settings = session.settings
     is_first = session.world.is_first
-    evaluates = learner.datasets.evaluation is not None
+    evaluates = train_state.datasets.evaluation is not None
     if is_first and not evaluates:
         log.info("no evaluation: the task has only a training dataset")
     eval_every = settings.evaluation.eval_every if evaluates else "never"
-    session.plan(learner, learner.strategy, learner.order, learner.planned, eval_every, learner.shares)
-    if is_first and not session.timetable.saves_every_evaluation():
+    session.plan(
+        train_state,
+        train_state.strategy,
+        train_state.order,
+        train_state.planned,
+        eval_every,
+        train_state.shares,
+    )
+    if is_first and not session.event_schedule.saves_every_evaluation():
         warn_of_unsaved_scores(settings.checkpoint, settings.evaluation.eval_every)
 
 
 def _training(
-    session: RankSession, learner: TrainState, evaluation: Evaluation, stop: StopFlag
+    session: RankSession, train_state: TrainState, evaluation: Evaluation, stop: StopFlag
 ) -> TaskLoopState:
     """Assemble the loop. Rank 0's steps of --profile are recorded by torch.profiler."""
     world = session.world
     recorder = session.recorder
     first = session.beginning.step
     window = session.settings.telemetry.profile if world.is_first else None
-    steps = _told(learner.data.steps(first, learner.planned), recorder)
+    steps = _counting_errors(train_state.data.steps(first, train_state.planned), recorder)
     profile = session.run.folder / layout.PROFILE / layout.profile(0)
     return TaskLoopState(
         world=world,
-        task=learner.task,
-        model=learner.model,
-        stepper=learner.stepper,
-        schedule=learner.schedule,
-        timetable=session.timetable,
+        task=train_state.task,
+        model=train_state.model,
+        stepper=train_state.stepper,
+        schedule=train_state.schedule,
+        event_schedule=session.event_schedule,
         recorder=recorder,
         clock=session.clock,
-        nonfinite=learner.nonfinite,
+        nonfinite=train_state.nonfinite,
         stop=stop,
         batches=profiled(steps, window, first, profile),
         evaluate=evaluation.scores,
-        ends=learner.memory.hear,
-        check_replicas=partial(check_replicas, world, learner.strategy, learner.model, recorder),
+        ends=train_state.memory.after_evaluation,
+        check_replicas=partial(check_replicas, world, train_state.strategy, train_state.model, recorder),
         saver=session.saver,
         step=first,
     )
 
 
-def _told(steps: Iterator[list[Any]], recorder: Recorder) -> Iterator[list[Any]]:
+def _counting_errors(steps: Iterator[list[Any]], recorder: Recorder) -> Iterator[list[Any]]:
     """Yield `steps`; count an error of the data, which ends the run."""
     try:
         yield from steps

@@ -59,8 +59,8 @@ class About:
         about = files.read(layout.ABOUT)
         config = files.read(layout.CONFIG)
         folder = PurePath(about.get("folder") or "")
-        place = {"run_dir": config["run_dir"]} if config.get("run_dir") else {}
-        return {**self.hidden({**about, **place}), "settings": settings_of(config, folder, self._secrets)}
+        run_dir = {"run_dir": config["run_dir"]} if config.get("run_dir") else {}
+        return {**self.hidden({**about, **run_dir}), "settings": settings_of(config, folder, self._secrets)}
 
     def log(self, reason: str = "") -> dict[str, object]:
         """Return {file, lines}: the end of the log of the rank named in `reason`, else of rank 0.

@@ -62,10 +62,10 @@ def find_runs(folder: Path, now: float | None = None) -> list[RunRow]:
         raise ConfigError(f"{folder} is not a directory; give the directory of the runs, such as runs")
     now = time.time() if now is None else now
     try:
-        places = [folder] if _is_run(folder) else [each for each in folder.iterdir() if _is_run(each)]
+        run_dirs = [folder] if _is_run(folder) else [each for each in folder.iterdir() if _is_run(each)]
     except OSError as error:
         raise ConfigError(f"{folder} cannot be read: {error.strerror}") from error
-    return sorted((_row(place, now) for place in places), key=lambda row: (row.age_seconds, row.path))
+    return sorted((_row(run_dir, now) for run_dir in run_dirs), key=lambda row: (row.age_seconds, row.path))
 
 
 def clean(rows: Sequence[RunRow], dry_run: bool = False) -> list[RunRow]:
@@ -185,9 +185,9 @@ def _files(folder: Path) -> Iterator[tuple[int, float]]:
     folders = [(str(folder), 0)]
     found = 0
     while folders:
-        place, depth = folders.pop()
+        directory, depth = folders.pop()
         try:
-            with os.scandir(place) as entries:
+            with os.scandir(directory) as entries:
                 for entry in entries:
                     found += 1
                     if found > MOST_FILES:

@@ -21,16 +21,16 @@ HTML = "text/html; charset=utf-8"
 TEXT = "text/plain; charset=utf-8"
 
 
-def runs_in(places: Sequence[Path]) -> list[Path]:
+def runs_in(paths: Sequence[Path]) -> list[Path]:
     """Return the given run directories, and those in given directories of runs. Raises ConfigError."""
     found = []
-    for place in places:
-        if "://" in str(place) or any(os.path.lexists(place / name) for name in layout.COPIED):
-            found.append(place)
+    for path in paths:
+        if "://" in str(path) or any(os.path.lexists(path / name) for name in layout.COPIED):
+            found.append(path)
             continue
-        inside = [row.path for row in find_runs(place)]
+        inside = [row.path for row in find_runs(path)]
         if not inside:
-            raise ConfigError(f"{place} is not a run and contains none; give RUN_DIR, or a directory of runs")
+            raise ConfigError(f"{path} is not a run and contains none; give RUN_DIR, or a directory of runs")
         found += inside
     return found[:MOST]
 

@@ -210,12 +210,12 @@ def follow_launch(sending: Sending, name: str, config: Mapping[str, object], run
     What the tracker's packages print goes to log/tracker.log.
     """
     setup(run.node_log(0), None, 0, True, config.get("log_format") == "json")
-    said: Queue[str] = Queue()
-    Thread(target=lambda: said.put(sys.stdin.read().strip() or KILLED), daemon=True).start()
+    stages: Queue[str] = Queue()
+    Thread(target=lambda: stages.put(sys.stdin.read().strip() or KILLED), daemon=True).start()
 
     def until(seconds: float) -> str | None:
         with suppress(Empty):
-            return said.get(timeout=seconds) if seconds else said.get_nowait()
+            return stages.get(timeout=seconds) if seconds else stages.get_nowait()
         return None
 
     path = run.logs / layout.TRACKER_LOG

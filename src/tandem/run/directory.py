@@ -24,7 +24,7 @@ from tandem.errors import ConfigError
 from tandem.paths import exists
 from tandem.platforms.placement import Placement
 from tandem.run.crash_loop import CrashLoop
-from tandem.run.lease import Lease, claim, restarted_as
+from tandem.run.lease import Lease, acquire, restarted_as
 from tandem.run.mirror import Mirror
 from tandem.run.owner import Token, fence
 from tandem.telemetry.journal import Journal, read_events, write_json_atomic
@@ -200,8 +200,8 @@ class RunDir:
     @contextmanager
     def lease(self, placement: Placement, should_stop: Callable[[], bool] = lambda: False) -> Iterator[Lease]:
         """Hold the lease in this block. Raises ConfigError if another launch holds it."""
-        with closing(claim(self.where, restarted_as(placement), should_stop)) as mine:
-            yield mine
+        with closing(acquire(self.where, restarted_as(placement), should_stop)) as lease:
+            yield lease
 
     def decide(self, settings: Settings) -> ResumeDecision:
         """Decide where the run resumes, and log it.

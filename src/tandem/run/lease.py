@@ -83,7 +83,7 @@ class Lease:
         if self.lost:
             raise RunTakenError(self.lost)
 
-    def look(self) -> bool:
+    def confirm_ownership(self) -> bool:
         """Return True if the lease is ours, or was when the storage last answered."""
         try:
             fence(self._run_dir, self.token)()
@@ -115,7 +115,7 @@ class Lease:
             log.debug("the lease on %s was not released: %s", self._run_dir, error)
 
 
-def claim(run_dir: PurePath, job: str = "", should_stop: Callable[[], bool] = lambda: False) -> Lease:
+def acquire(run_dir: PurePath, job: str = "", should_stop: Callable[[], bool] = lambda: False) -> Lease:
     """Acquire the lease on the run directory.
 
     `job` identifies a job that its platform may restart on another machine, but only after the job has ended.
@@ -127,7 +127,7 @@ def claim(run_dir: PurePath, job: str = "", should_stop: Callable[[], bool] = la
         while True:
             numbers = notes.numbers()
             # Created again in each round, because `renewed` must be current after a wait.
-            here = LeaseRecord.mine(job)
+            here = LeaseRecord.for_this_process(job)
             last = max(numbers, default=0)
             raw = notes.read(last) if last else None
             found = LeaseRecord.parse(raw)
@@ -172,7 +172,7 @@ def refuse_if_owned(run_dir: PurePath) -> None:
 def owner_here(run_dir: PurePath) -> LeaseRecord | None:
     """Return the lease of a launch here that certainly owns the run; None if it is an ancestor of ours."""
     notes = notes_at(run_dir / layout.OWNER)
-    here = LeaseRecord.mine("")
+    here = LeaseRecord.for_this_process("")
     with suppress(OSError):
         if (last := max(notes.numbers(), default=0)) and (found := LeaseRecord.parse(notes.read(last))):
             if not found.is_over and not found.is_above(here) and _lives(found, here):

@@ -59,7 +59,7 @@ class LeaseRecord:
     is_over: bool = False
 
     @classmethod
-    def mine(cls, job: str) -> "LeaseRecord":
+    def for_this_process(cls, job: str) -> "LeaseRecord":
         """Return a record of this process."""
         pid = os.getpid()
         return cls(
@@ -167,7 +167,9 @@ def check(notes: Notes, run_dir: PurePath, token: Token, note: LeaseRecord | Non
     found = LeaseRecord.parse(notes.read(token.number))
     if found is None:
         # A rank has the token but not the record. Owners are compared by the word, so its own record will do.
-        notes.create(token.number, (note or replace(LeaseRecord.mine(""), word=token.word)).render())
+        notes.create(
+            token.number, (note or replace(LeaseRecord.for_this_process(""), word=token.word)).render()
+        )
         found = LeaseRecord.parse(notes.read(token.number))
     last = max(notes.numbers(), default=token.number)
     if last > token.number or found is None or found.word != token.word:

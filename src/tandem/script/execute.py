@@ -53,10 +53,10 @@ def execute(program: Program) -> None:
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     # pickle and multiprocessing look for the classes and functions of a script here.
     sys.modules["__main__"] = main
-    place = os.getcwd() if program.kind == "module" else str(Path(program.target).resolve().parent)
+    directory = os.getcwd() if program.kind == "module" else str(Path(program.target).resolve().parent)
     # As python does, unless its user asked for a safe path; tandem's own request does not count.
     if not sys.flags.safe_path or is_safe_path_ours():
-        sys.path.insert(0, place)
+        sys.path.insert(0, directory)
     sys.argv = [program.target, *program.arguments]
     if program.kind == "module":
         cast(Any, runpy)._run_module_as_main(program.target)  # `python -m` itself calls this

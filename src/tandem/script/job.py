@@ -11,7 +11,7 @@ FUNCTION = "tandem.script.function"
 
 @dataclass(frozen=True)
 class Program:
-    """The words after tandem's own settings: `script.py`, `-m module` or `-- command`, with arguments."""
+    """The words after tandem's own settings: `train.py`, `-m module` or `-- command`, with arguments."""
 
     kind: Literal["script", "module", "command"]
     target: str

@@ -10,7 +10,7 @@ REQUEST_BYTES = 64
 _descriptor: int | None = None
 
 
-def heed(descriptor: int) -> None:
+def watch_agent_pipe(descriptor: int) -> None:
     """Watch the pipe in a thread from now on."""
     global _descriptor
     _descriptor = descriptor

@@ -56,35 +56,35 @@ class Watch:
         self._unsent = list[float]()
         self._longest = 0.0
         self._times: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._place = ""
+        self._last_state = ""
         self._since = running_clock.now()
         self._pace = Pace()
         self._effort = ThreadActivity()
         if position.rank == 0:
-            self._say(
+            self._send_samples(
                 metrics.WORLD_SIZE.set(position.world_size),
                 metrics.NODES.set(position.nodes),
                 metrics.GLOBAL_STEP.set(0),
             )
         self._count_steps()
-        threading.Thread(target=self._beat, name="tandem-heartbeat", daemon=True).start()
+        threading.Thread(target=self._beat_forever, name="tandem-heartbeat", daemon=True).start()
 
     def hand_over(self) -> None:
         """Stop sending: the script reports its position itself from now on."""
         # The heartbeat thread, which would install the hook, ends after this.
         self._count_steps()
-        self._tell_steps()
+        self._send_progress()
         self._is_silent = True
 
     def close(self) -> None:
         """Report the last steps."""
-        self._tell_steps()
+        self._send_progress()
 
     def imported(self) -> list[str]:
         """Return the installed modules that the script has imported, in the order of their import."""
         new = [(name, module) for name, module in list(sys.modules.items()) if name not in self._modules]
         files = ((name, getattr(module, "__file__", None) or "") for name, module in new)
-        return [name for name, file in files if any(place in file for place in INSTALLED)]
+        return [name for name, file in files if any(folder in file for folder in INSTALLED)]
 
     def _count_steps(self) -> None:
         """Hook into torch as soon as the script, or the fork server before it, has imported it."""
@@ -113,41 +113,41 @@ class Watch:
         if not self._is_silent:
             self._pace.stepped(optimizer)
         if self.steps == 1 and self._position.local_rank == 0:
-            self._learn()
+            self._save_imports()
 
-    def _learn(self) -> None:
+    def _save_imports(self) -> None:
         """Record what the script has imported, for the standby processes of the next generation."""
         path = imports_file(self._position)
         with suppress(OSError):
             path.with_suffix(".new").write_text(json.dumps(self.imported()))
             path.with_suffix(".new").replace(path)
 
-    def _beat(self) -> None:
+    def _beat_forever(self) -> None:
         while not self._is_silent:
             with suppress(Exception):  # a rank without heartbeats would be reported as hung
-                self._speak()
+                self._report()
             time.sleep(BEAT_SECONDS)
 
-    def _speak(self) -> None:
+    def _report(self) -> None:
         self._count_steps()
         self._effort.look()
         self._send(self._heartbeat())
         renew_outputs()
         if time.monotonic() - self._sent_at >= PROGRESS_SECONDS:
-            self._tell_steps()
+            self._send_progress()
 
     def _heartbeat(self) -> Heartbeat:
-        place, in_distributed, in_autograd = where(self._effort.frame)
+        location, in_distributed, in_autograd = where(self._effort.frame)
         # DDP waits for gradients in C++ inside backward, where no frame shows it. A backward that computes
         # uses a core.
         waiting = in_distributed or (in_autograd and not self._effort.is_busy())
         if not waiting:
-            self._pace.seen_at(place)
+            self._pace.seen_at(location)
         own, quick, doing = self._pace.typical()
         now = running_clock.now()
-        state = f"{place} step {self.steps} {waiting}"
-        if state != self._place:
-            self._place = state
+        state = f"{location} step {self.steps} {waiting}"
+        if state != self._last_state:
+            self._last_state = state
             self._since = now
         quiet = now - self._since
         limits = self._limits
@@ -159,7 +159,7 @@ class Watch:
             rank=self._position.rank,
             step=self.steps,
             activity="train" if trains else "startup",
-            phase=place,
+            phase=location,
             quiet=round(quiet, 3),
             limit=limits.of_work(trains),
             # A copy, because the training thread appends to the deque meanwhile.
@@ -173,7 +173,7 @@ class Watch:
             doing=doing,
         )
 
-    def _tell_steps(self) -> None:
+    def _send_progress(self) -> None:
         """Report the new steps; only rank 0 reports numbers of the run."""
         if self._is_silent:
             return
@@ -185,15 +185,15 @@ class Watch:
             self._sent_at = time.monotonic()
         if not new or self._position.rank != 0:
             return
-        self._say(
+        self._send_samples(
             metrics.GLOBAL_STEP.set(self.steps),
             metrics.STEPS.inc(new),
             metrics.LAST_STEP_TIMESTAMP_SECONDS.set(time.time()),
         )
         for start in range(0, len(times), MAX_TIMES):
-            self._say(metrics.STEP_DURATION_SECONDS.observe(*times[start : start + MAX_TIMES]))
+            self._send_samples(metrics.STEP_DURATION_SECONDS.observe(*times[start : start + MAX_TIMES]))
 
-    def _say(self, *samples: Sample) -> None:
+    def _send_samples(self, *samples: Sample) -> None:
         self._send(Samples(list(samples)))
 
 
@@ -209,14 +209,14 @@ def where(frame: FrameType | None) -> tuple[str, bool, bool]:
     innermost line. Generated code ("<string>", a dataclass's methods) is not a file.
     """
     innermost = frame
-    place = ""
+    location = ""
     in_autograd = False
     while frame is not None:
         file = frame.f_code.co_filename
         in_autograd = in_autograd or "/torch/autograd/" in file
-        if not place and not file.startswith((OURS, "<")) and not any(each in file for each in INSTALLED):
-            place = f"{os.path.basename(file)}:{frame.f_lineno}"
+        if not location and not file.startswith((OURS, "<")) and not any(each in file for each in INSTALLED):
+            location = f"{os.path.basename(file)}:{frame.f_lineno}"
         frame = frame.f_back
-    if not place and innermost is not None:
-        place = f"{os.path.basename(innermost.f_code.co_filename)}:{innermost.f_lineno}"
-    return place, in_collective(innermost), in_autograd
+    if not location and innermost is not None:
+        location = f"{os.path.basename(innermost.f_code.co_filename)}:{innermost.f_lineno}"
+    return location, in_collective(innermost), in_autograd

@@ -22,7 +22,7 @@ from typing import Any, NoReturn, cast
 
 from tandem import layout
 from tandem.distributed import position as positions
-from tandem.distributed.child_processes import killed_helper
+from tandem.distributed.child_processes import killed_child
 from tandem.distributed.position import Position
 from tandem.errors import FINISHED, GPU_FAILED, PEER_LOST, TandemError, text_of
 from tandem.log import keep_bounded, redirect_output, setup
@@ -110,7 +110,7 @@ def run_program(job: Job, position: Position) -> NoReturn:
     try:
         code = launched.close(code)  # `close` as the script has set it meanwhile
     except TandemError as error:
-        code = _say(error, position)
+        code = _log_error(error, position)
     watch.close()
     leave(code)
 
@@ -124,16 +124,16 @@ def _run(job: Job, position: Position, record: Any) -> int:
         code = code_of(ending)
         # A framework may turn the error of a lost peer into sys.exit(1).
         if code != FINISHED and lost_its_peers(ending, position.world_size):
-            return _say_lost(ending, position, record)
+            return _log_lost(ending, position, record)
         return code if code == FINISHED else _killed(ending) or code
     except TandemError as error:  # from `tandem.start()` and its objects
-        return _say(error, position)
+        return _log_error(error, position)
     except BaseException as error:
         killed = _killed(error)
         _end_loaders()
         without_our_frames(error)
         if lost_its_peers(error, position.world_size):
-            return _say_lost(error, position, record)
+            return _log_lost(error, position, record)
         _show(error, position, record)
         # A killed helper process is no error of the script, so nothing is recorded.
         if killed is not None:
@@ -183,7 +183,7 @@ def gpu_has_failed(error: BaseException) -> bool:
 
 def _killed(error: BaseException) -> int | None:
     """Return the exit code if a process that the rank started was killed, and log it; else None."""
-    killed = killed_helper(error)
+    killed = killed_child(error)
     if killed is not None:
         log.error("%s; ending the rank as if it had been killed", killed[0])
     return None if killed is None else killed[1]
@@ -196,7 +196,7 @@ def _end_loaders() -> None:
         loader.end_loaders()
 
 
-def _say(error: TandemError, position: Position) -> int:
+def _log_error(error: TandemError, position: Position) -> int:
     """Log the error on one line, and return its exit code."""
     error.__traceback__ = error.__cause__ = None
     error.__suppress_context__ = True
@@ -205,16 +205,16 @@ def _say(error: TandemError, position: Position) -> int:
     return error.exit_code
 
 
-def _say_lost(error: BaseException, position: Position, record: Any) -> int:
+def _log_lost(error: BaseException, position: Position, record: Any) -> int:
     """Log one line and return 200.
 
     The traceback is the same on all ranks but the responsible one, so it goes to the log file only.
     """
-    said = [line for line in traceback.format_exception(error) if line.strip()]
-    record.write("".join(said))
+    lines = [line for line in traceback.format_exception(error) if line.strip()]
+    record.write("".join(lines))
     record.flush()
     _write_down(error, position)
-    log.warning("lost the other ranks", extra={"detail": said[-1].strip().splitlines()[-1]})
+    log.warning("lost the other ranks", extra={"detail": lines[-1].strip().splitlines()[-1]})
     return PEER_LOST
 
 
@@ -275,8 +275,8 @@ def _copying(stream: Any, copy: Any) -> io.TextIOWrapper:
     raw: Any = _Copied(stream.fileno(), copy)
     if not stream.write_through:  # it is unbuffered (python -u, PYTHONUNBUFFERED)
         raw = io.BufferedWriter(raw)
-    told = stream.encoding, stream.errors, None, bool(stream.line_buffering), bool(stream.write_through)
-    return io.TextIOWrapper(raw, *told)
+    options = stream.encoding, stream.errors, None, bool(stream.line_buffering), bool(stream.write_through)
+    return io.TextIOWrapper(raw, *options)
 
 
 def _exec_cold(job: Job, position: Position) -> NoReturn:

@@ -29,7 +29,7 @@ class Pace:
     def __init__(self) -> None:
         self._timer: Any = None
         self._times: deque[StepTimes] = deque(maxlen=RECENT_STEPS)
-        self._places: deque[str] = deque(maxlen=RECENT_PLACES)
+        self._locations: deque[str] = deque(maxlen=RECENT_PLACES)
         self._hooks = 0
         self._has_waited = False
 
@@ -49,9 +49,9 @@ class Pace:
         self._has_waited = False
         self._timer.begin()
 
-    def seen_at(self, place: str) -> None:
-        """Record that the script was at `place`, not waiting for other ranks, at a heartbeat."""
-        self._places.append(place)
+    def seen_at(self, location: str) -> None:
+        """Record that the script was at `location`, not waiting for other ranks, at a heartbeat."""
+        self._locations.append(location)
 
     def typical(self) -> tuple[float | None, float | None, str | None]:
         """Return (own time, own time of a fast step, the line with most of it); None while unknown.
@@ -61,13 +61,13 @@ class Pace:
         own = sorted(step.own for step in tuple(self._times))
         if len(own) < FEWEST_STEPS:
             return None, None, None
-        places: Sequence[tuple[str, int]] = Counter(tuple(self._places)).most_common(1)
-        return median(own), own[len(own) // 4], places[0][0] if places else None
+        most_common: Sequence[tuple[str, int]] = Counter(tuple(self._locations)).most_common(1)
+        return median(own), own[len(own) // 4], most_common[0][0] if most_common else None
 
     def _in_backward(self, _parameter: object) -> None:
-        from tandem.torch_private import around_the_wait
+        from tandem.torch_private import hook_gradient_wait
 
-        around_the_wait(self._computed, self._waited)
+        hook_gradient_wait(self._computed, self._waited)
 
     def _computed(self) -> None:
         self._timer.mark("other")

@@ -187,16 +187,16 @@ def task_class(name: str) -> type[Any]:
     name, location, class_name = asked = parsed(name)
     module = _module_of_file(Path(location)) if asked.is_file else _module_of_name(location, name)
     if not class_name:
-        return _without_near_misses(_only_task(module, name))
+        return _check_similar_names(_only_task(module, name))
     found = getattr(module, class_name, None)
     if not isinstance(found, type):
         classes = [candidate.__name__ for candidate in _task_classes(module)]
         raise ConfigError(f"{location} has no class {class_name!r}; task classes in it: {_listed(classes)}")
-    if absent := _absent(found):
+    if absent := _missing_methods(found):
         raise ConfigError(
             f"{name} is not a task: add {_listed(absent)} (a task has {_listed(REQUIRED_METHODS)})"
         )
-    return _without_near_misses(found)
+    return _check_similar_names(found)
 
 
 def _module_of_file(path: Path) -> ModuleType:
@@ -266,15 +266,15 @@ def _only_task(module: ModuleType, name: str) -> type[Any]:
 def _task_classes(module: ModuleType) -> list[type[Any]]:
     classes = (found for _, found in inspect.getmembers(module, inspect.isclass))
     # A task class that the file imports, such as a base class, does not count.
-    return [found for found in classes if found.__module__ == module.__name__ and not _absent(found)]
+    return [found for found in classes if found.__module__ == module.__name__ and not _missing_methods(found)]
 
 
-def _absent(found: type[Any]) -> list[str]:
+def _missing_methods(found: type[Any]) -> list[str]:
     """Return the required methods that this class lacks."""
     return [method for method in REQUIRED_METHODS if not callable(getattr(found, method, None))]
 
 
-def _without_near_misses(found: type[Any]) -> type[Any]:
+def _check_similar_names(found: type[Any]) -> type[Any]:
     """Return `found`. Raises ConfigError for a method with nearly the name of an optional one.
 
     Such a method would never be called.

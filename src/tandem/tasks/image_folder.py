@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from tandem.data.datasets import Datasets, one_line, torchvision_for
 from tandem.errors import ConfigError
 from tandem.tasks.classification import LossAndSums, cross_entropy
-from tandem.tasks.normalised import normalised
+from tandem.tasks.normalized import normalized
 from tandem.text import did_you_mean, nearest
 
 LEFT_BY_TOOLS = frozenset(
@@ -80,7 +80,7 @@ class ImageFolder:
             hint = did_you_mean(nearest(self.model, known), "; expected, for example, resnet18")
             raise ConfigError(f"--task.model: {self.model!r} is not a torchvision model{hint}")
         model: nn.Module = models.get_model(self.model, weights=None, num_classes=len(self._classes("train")))
-        return normalised(model, _MEAN, _STD)
+        return normalized(model, _MEAN, _STD)
 
     def build_datasets(self) -> Datasets:
         vision = torchvision_for("task image-folder")
@@ -92,14 +92,14 @@ class ImageFolder:
                 f"train and val in {self.data_dir} have different classes; create in both: {different}"
             )
         transforms = vision.transforms
-        # Images stay bytes until they are on the device; see normalised.py.
+        # Images stay bytes until they are on the device; see normalized.py.
         as_tensor = [transforms.PILToTensor()]
         cut = [transforms.RandomResizedCrop(self.image_size), transforms.RandomHorizontalFlip()]
         # This is ImageNet's usual evaluation crop: 224 pixels of 256, a factor of 8/7.
-        centre = [transforms.Resize(self.image_size * 8 // 7), transforms.CenterCrop(self.image_size)]
+        center = [transforms.Resize(self.image_size * 8 // 7), transforms.CenterCrop(self.image_size)]
         return Datasets(
             self._folder("train", train, transforms.Compose(cut + as_tensor)),
-            self._folder("val", train, transforms.Compose(centre + as_tensor)),
+            self._folder("val", train, transforms.Compose(center + as_tensor)),
         )
 
     def loss(self, model: nn.Module, batch: Any) -> LossAndSums:

@@ -23,13 +23,13 @@ NARROW = 72
 class Bar(Protocol):
     """A progress bar.
 
-    `advance` sets the step (cheap), `say` the text, `making_way` makes room for a log line, and `close` is
+    `advance` sets the step (cheap), `say` the text, `redrawn_below` makes room for a log line, and `close` is
     called once.
     """
 
     def advance(self, step: int) -> None: ...
     def say(self, epoch: int, loss: float, samples_per_second: float) -> None: ...
-    def making_way(self) -> Any: ...
+    def redrawn_below(self) -> Any: ...
     def close(self) -> None: ...
 
 
@@ -66,7 +66,7 @@ class TqdmBar:
             mininterval=BAR_SECONDS,
             bar_format="{l_bar}{bar}|{postfix}" if self._is_narrow else None,
         )
-        self.making_way = partial(self._bar.external_write_mode, file=stream)
+        self.redrawn_below = partial(self._bar.external_write_mode, file=stream)
 
     def advance(self, step: int) -> None:
         self._bar.update(step - self._bar.n)
@@ -103,7 +103,7 @@ class RichBar:
         self._epoch = ""
         self._loss = ""
         self._pace = ""
-        # Reentrant, because `making_way` draws while it holds the lock.
+        # Reentrant, because `redrawn_below` draws while it holds the lock.
         self._lock = threading.RLock()
         self._draw()
 
@@ -118,7 +118,7 @@ class RichBar:
         self._pace = f"{samples_per_second:,.0f} samples/s"
 
     @contextmanager
-    def making_way(self) -> Iterator[None]:
+    def redrawn_below(self) -> Iterator[None]:
         """Redraw the bar below a log line; the log clears the bar's line itself."""
         with self._lock:
             yield
@@ -136,8 +136,8 @@ class RichBar:
             # A full line would wrap on some terminals, and \r returns only to the start of its last row.
             width = self._console.width - 1
             parts = self._parts(width - NARROWEST_BAR)
-            told = sum(len(text) + 2 for text, _ in parts)
-            bar = self._progress_bar(self._total, self._step, width=max(1, min(width - told, 60)))
+            used = sum(len(text) + 2 for text, _ in parts)
+            bar = self._progress_bar(self._total, self._step, width=max(1, min(width - used, 60)))
             # Captured and written in one call, so that no other writer comes between the parts.
             with self._console.capture() as drawn:
                 self._console.print(bar, end="")

@@ -25,7 +25,7 @@ class Gpus:
         self._nvml = nvml  # type: ignore[var-annotated,unused-ignore]
         self._handles = []
         self._energy: dict[int, float] = {}
-        self._told = False
+        self._has_warned = False
         try:
             if nvml is None:
                 import pynvml
@@ -66,8 +66,8 @@ class Gpus:
                 self._sample_one(gpu, handle, samples)
             except Exception as error:
                 # A failed GPU is sampled again every few seconds, and would fill the log.
-                if not self._told:
-                    self._told = True
+                if not self._has_warned:
+                    self._has_warned = True
                     logger.warning("cannot query GPU %d: %s", gpu, error)
         return samples
 

@@ -145,19 +145,19 @@ def _overdue(beats: Sequence[Beat]) -> tuple[Beat, str] | None:
         # The others wait for the rank with the fewest steps. See docs/architecture.md#hangs.
         last = min(overdue, key=lambda beat: (beat.step, -beat.quiet))
         return last, "has made no progress"
-    places = Counter(map(_place, beats))
+    positions = Counter(map(_position, beats))
     for beat in beats:
-        limit = beat.hang if len(places) > 1 and beat.trains else beat.idle_limit
+        limit = beat.hang if len(positions) > 1 and beat.trains else beat.idle_limit
         # One rank that came late is enough: the collective may still complete.
         if beat.idle <= min(limit, beat.idle_limit) and beat.quiet <= beat.limit:
             return None
     if not beats:
         return None
-    odd = min(beats, key=lambda beat: (places[_place(beat)], -beat.step, -_order(beat.phase)))
-    return odd, ELSEWHERE if len(places) > 1 else "has waited together with all other ranks"
+    odd = min(beats, key=lambda beat: (positions[_position(beat)], -beat.step, -_order(beat.phase)))
+    return odd, ELSEWHERE if len(positions) > 1 else "has waited together with all other ranks"
 
 
-def _place(beat: Beat) -> tuple[int, int | str]:
+def _position(beat: Beat) -> tuple[int, int | str]:
     order = _order(beat.phase)
     return beat.step, beat.phase if order == len(STEP_PHASES) else order
 

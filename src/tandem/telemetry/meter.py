@@ -79,14 +79,14 @@ class DeviceMemory:
 class Consensus:
     """What all ranks know after a step.
 
-    `loss` is NaN if it is not finite on some rank. `left_out`: the step changed nothing, because that loss or
-    the reduced gradients are not finite. `sums`: the task's {name: (sum, count)}, over all ranks.
+    `loss` is NaN if it is not finite on some rank. `is_skipped`: the step changed nothing, because that loss
+    or the reduced gradients are not finite. `sums`: the task's {name: (sum, count)}, over all ranks.
     """
 
     step: int
     loss: float
     stop: bool
-    left_out: bool
+    is_skipped: bool
     decisions: int
     sums: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, Literal, TextIO
 
-from tandem.log import Unbroken, is_dumb, is_quiet, make_way
+from tandem.log import ClosableStream, is_dumb, is_quiet, wrap_terminal_lines
 from tandem.telemetry.bars import Bar, open_bar
 
 logger = logging.getLogger("tandem")
@@ -29,13 +29,13 @@ class Progress:
     ) -> None:  # fmt: skip
         self._steps_planned = steps_planned
         self._silent = rank != 0
-        self._stream: Any = Unbroken(sys.stderr if stream is None else stream)
+        self._stream: Any = ClosableStream(sys.stderr if stream is None else stream)
         self._step = start_step
         self._bar: Bar | None = None
         has_bar = mode == "auto" and self._stream.isatty() and not is_dumb() and not is_quiet()
         if not self._silent and (mode == "on" or has_bar):
             self._bar = open_bar(steps_planned, start_step, self._stream)
-            make_way(self._bar.making_way)
+            wrap_terminal_lines(self._bar.redrawn_below)
 
     def advance(self, step: int) -> None:
         """Set the number of finished steps."""
@@ -71,6 +71,6 @@ class Progress:
         """Leave the bar on the terminal; safe to call twice."""
         if self._bar is not None:
             # Before the bar is closed, because a log line would draw it again.
-            make_way(nullcontext)
+            wrap_terminal_lines(nullcontext)
             self._bar.close()
             self._bar = None

@@ -1,7 +1,7 @@
 """Everything a rank reports about its run except heartbeats; nearly all of it is from rank 0.
 
 Rank 0 writes the journal, TensorBoard files and the progress display. It sends its values to the node's agent
-(or to the server in its own process), which owns the metrics. No call here waits for the GPU.
+(or to the server in its own process), which owns the metrics. No method here waits for the GPU.
 """
 
 import logging
@@ -134,7 +134,7 @@ class Recorder:
             self._progress.advance(self.step)
         # Not a message per step, because the steps of small models take only a few milliseconds.
         if time.monotonic() - self._sent_at >= self._pause or len(self._unsent) >= MAX_TIMES:
-            self.samples(*self._news_of_steps())
+            self.samples(*self._steps_since_last())
 
     def _timed(self, times: Sequence[StepTimes]) -> None:
         """Record the times of steps, whenever they are known."""
@@ -202,7 +202,7 @@ class Recorder:
         samples: list[Sample] = []
         if self.rank == 0:
             self._show(line)
-            samples = line_samples(line) + self._pace_of_tokens(line) + self._news_of_steps()
+            samples = line_samples(line) + self._pace_of_tokens(line) + self._steps_since_last()
         samples += memory_samples(readings.memory, self._memory)  # each rank reports its own GPU
         self._memory = readings.memory
         if samples:
@@ -313,13 +313,13 @@ class Recorder:
         """Send what is left and close the displays."""
         with reporting("close the displays"):
             self._judge_ranks(self._stragglers.arrived(wait=True))
-            self.samples(*self._news_of_steps())
+            self.samples(*self._steps_since_last())
             if self._progress is not None:
                 self._progress.close()
             if self._tensorboard is not None:
                 self._tensorboard.close()
 
-    def _news_of_steps(self) -> list[Sample]:
+    def _steps_since_last(self) -> list[Sample]:
         """Return rank 0's position, and its steps and tokens since the last call; empty on other ranks."""
         self._sent_at = time.monotonic()
         if self.rank != 0:

@@ -32,7 +32,7 @@ class RankTimes:
     """A rank's typical step in seconds: medians over an interval, so that one slow step does not matter.
 
     `own` is its own time and `step` all of it. `quick` is the lower quartile of its own time: a busy neighbor
-    slows some steps, a slow rank all of them. `seconds` is the whole interval; `place` is the line of a
+    slows some steps, a slow rank all of them. `seconds` is the whole interval; `location` is the line of a
     script where most of it is spent, if known.
     """
 
@@ -43,7 +43,7 @@ class RankTimes:
     step: float
     seconds: float
     phases: tuple[float, ...]
-    place: str = ""
+    location: str = ""
 
     def phase(self, name: str) -> float:
         return self.phases[PHASES.index(name)]
@@ -74,10 +74,10 @@ def from_rows(rows: Sequence[Sequence[float]]) -> list[RankTimes]:
 class Gathering:
     """An exchange of rows between ranks in progress; `work` is torch's handle, `everyones` a tensor."""
 
-    def __init__(self, work: Any, mine: object, everyones: Any) -> None:
+    def __init__(self, work: Any, own_row: object, everyones: Any) -> None:
         self._work = work
         self._everyones = everyones
-        self._kept = mine  # keeps the tensor alive until it is sent
+        self._kept = own_row  # keeps the tensor alive until it is sent
 
     def is_here(self) -> bool:
         """Return True if `rows` would not wait."""
@@ -105,19 +105,19 @@ class Verdict:
     excess: float
     seconds: float
     marked: bool
-    place: str = ""
+    location: str = ""
 
     def facts(self) -> dict[str, Any]:
         """Return the fields of the event that reports it."""
-        place = {"place": self.place} if self.place else {}
+        location = {"place": self.location} if self.location else {}
         seconds = {"own_seconds": self.slowest, "median_seconds": self.median}
-        return {"rank": self.rank, "node": self.node, "phase": self.phase, **place, **seconds}
+        return {"rank": self.rank, "node": self.node, "phase": self.phase, **location, **seconds}
 
     def __str__(self) -> str:
         return (
             f"straggler: rank {self.rank} on node {self.node} needs {1e3 * self.slowest:.1f} ms per step "
             f"(median {1e3 * self.median:.1f} ms); "
-            f"{f'most of it at {self.place}' if self.place else f'the extra time is in {self.phase}'}"
+            f"{f'most of it at {self.location}' if self.location else f'the extra time is in {self.phase}'}"
         )
 
 
@@ -150,7 +150,7 @@ def judge(ranks: Sequence[RankTimes]) -> Verdict:
         excess=slow.own - middle,
         seconds=max(each.seconds for each in ranks),
         marked=marked,
-        place=slow.place,
+        location=slow.location,
     )
 
 

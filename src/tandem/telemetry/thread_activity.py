@@ -125,8 +125,8 @@ def cpu_seconds_below(pid: int) -> float:
 
 def _state(frame: FrameType | None) -> int:
     """Return a number for the positions of the innermost frames."""
-    places = list[tuple[int, int]]()
-    while frame is not None and len(places) < DEPTH:
-        places.append((id(frame.f_code), frame.f_lasti))
+    frames = list[tuple[int, int]]()
+    while frame is not None and len(frames) < DEPTH:
+        frames.append((id(frame.f_code), frame.f_lasti))
         frame = frame.f_back
-    return hash(tuple(places))
+    return hash(tuple(frames))

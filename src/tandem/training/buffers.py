@@ -36,13 +36,13 @@ class KeptBuffers:
         """Copy the buffers as they are now."""
         groups: dict[tuple[torch.dtype, torch.device], list[tuple[Place, Tensor]]] = {}
         self._empty = []
-        for place, buffer in self._live():
+        for owner, buffer in self._live():
             if buffer is None:
-                self._empty.append(place)
+                self._empty.append(owner)
             else:
-                groups.setdefault((buffer.dtype, buffer.device), []).append((place, buffer))
+                groups.setdefault((buffer.dtype, buffer.device), []).append((owner, buffer))
         self._kept = [
-            ([place for place, _ in group], [b.shape for _, b in group], _flat([b for _, b in group]))
+            ([owner for owner, _ in group], [b.shape for _, b in group], _flat([b for _, b in group]))
             for group in groups.values()
         ]
 
@@ -51,17 +51,17 @@ class KeptBuffers:
 
         The host does not wait for `found` unless a buffer's shape or dtype has changed.
         """
-        new = {place for place, buffer in self._live() if buffer is not None}
+        new = {owner for owner, buffer in self._live() if buffer is not None}
         replaced: list[tuple[Place, Tensor]] = []
-        for places, shapes, flat in self._kept:
+        for owners, shapes, flat in self._kept:
             parts = torch.split(flat, [shape.numel() for shape in shapes])
             before = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
             pairs = [
-                (place, old, place[0]._buffers.get(place[1]))
-                for place, old in zip(places, before, strict=True)
+                (owner, old, owner[0]._buffers.get(owner[1]))
+                for owner, old in zip(owners, before, strict=True)
             ]
-            new.difference_update(places)
-            replaced += [(place, old) for place, old, now in pairs if not _is_alike(old, now)]
+            new.difference_update(owners)
+            replaced += [(owner, old) for owner, old, now in pairs if not _is_alike(old, now)]
             # Values are copied into the same tensors, because DDP and CUDA graphs refer to them.
             alike = [(now, old) for _, old, now in pairs if now is not None and _is_alike(old, now)]
             _copy_where(found, alike)

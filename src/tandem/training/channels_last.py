@@ -31,6 +31,6 @@ def _last(value: Any) -> Any:
     # torch defines this layout for four dimensions only.
     if not isinstance(value, Tensor) or value.dim() != 4:
         return value
-    if value.is_floating_point() or value.dtype == torch.uint8:  # uint8 images: see tasks/normalised.py
+    if value.is_floating_point() or value.dtype == torch.uint8:  # uint8 images: see tasks/normalized.py
         return value.contiguous(memory_format=torch.channels_last)
     return value

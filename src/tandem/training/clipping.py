@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from tandem.config.slices import OptimisationConfig
+from tandem.config.slices import OptimizationConfig
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.strategy import Strategy
 
@@ -20,7 +20,7 @@ class Clipping:
 
     def __init__(
         self,
-        optimization: OptimisationConfig,
+        optimization: OptimizationConfig,
         strategy: Strategy,
         parameters: Sequence[nn.Parameter],
         world: ProcessGroup,

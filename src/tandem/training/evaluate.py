@@ -10,7 +10,7 @@ from torch import nn
 
 from tandem.config.slices import DataConfig, EvaluationConfig
 from tandem.data.fetch import is_stream
-from tandem.data.kinds import begins_anew, evaluation_batches
+from tandem.data.kinds import can_be_read_again, evaluation_batches
 from tandem.data.loader import batch_size_of, joint_batches
 from tandem.distributed.collective_observer import CollectiveObserver
 from tandem.distributed.group import ProcessGroup
@@ -78,7 +78,7 @@ class Evaluation:
         self.world.broadcast_buffers(self.model)
         return self._all_scores()
 
-    def rehearse(self) -> None:
+    def dry_run(self) -> None:
         """Score a few samples and discard the result, so that an error shows before the first step.
 
         All ranks call this. It does not change the model, and each step sets the random state itself. Data
@@ -86,7 +86,7 @@ class Evaluation:
         """
         self.exchanges.clear()  # they may come from a checkpoint, and the task may have changed
         for _, each in self._sets():
-            if begins_anew(each.dataset, self.world.rank, self.world.size):
+            if can_be_read_again(each.dataset, self.world.rank, self.world.size):
                 # Loader processes take longer to start than a few samples to load.
                 first = replace(each, batch_size=REHEARSED_SAMPLES, workers=0)
                 outputs = first._outputs()
@@ -95,7 +95,7 @@ class Evaluation:
                         outputs.add(made.rows)
                         break
                 if self._gathers:
-                    outputs.rehearse()
+                    outputs.dry_run()
 
     def _sets(self) -> list[tuple[str, "Evaluation"]]:
         """Return (prefix of its score names, evaluation of this set) for each set."""
@@ -143,7 +143,7 @@ class Evaluation:
         if self.world.size == 1:
             yield from (_Scored(*self._scores_of(batch)) for batch in batches)
         # A forward pass gathers sharded parameters, so all ranks need the same number of passes.
-        elif self.strategy.shares_parameters:
+        elif self.strategy.shards_parameters:
             yield from self._scored_in_step() if self._is_of_any_length else self._scored_together()
         else:
             name = self._scoring.__name__
@@ -199,8 +199,12 @@ class Evaluation:
             if shared is None:
                 yield _Scored(sums, rows)
             else:  # a row belongs to the rank that has it when ranks divide the set
-                mine = [place for place, index in enumerate(shared) if index % size == rank]
-                kept = {name: each[mine[0] : mine[0] + 1] for name, each in rows.items()} if mine else {}
+                own_positions = [position for position, index in enumerate(shared) if index % size == rank]
+                kept = (
+                    {name: each[own_positions[0] : own_positions[0] + 1] for name, each in rows.items()}
+                    if own_positions
+                    else {}
+                )
                 yield _Scored(sums, kept, counts=rank == 0)
 
     def _scored_in_step(self) -> Iterator["_Scored"]:

@@ -16,14 +16,14 @@ from tandem.training.weights import Saved, saved_at, tensors_in
 SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt"}
 
 
-def export(place: str, kind: str, output: Path | None) -> str:
-    """Write the weights at `place` in the format `kind`; return a line about it.
+def export(source: str, kind: str, output: Path | None) -> str:
+    """Write the weights at `source` in the format `kind`; return a line about it.
 
-    `place` is RUN, CHECKPOINT, or either with @STEP. Raises ConfigError if there is no such checkpoint, if
+    `source` is RUN, CHECKPOINT, or either with @STEP. Raises ConfigError if there is no such checkpoint, if
     the file already exists, or if safetensors is missing.
     """
     write = _writers()[kind]
-    saved = saved_at(place)
+    saved = saved_at(source)
     try:
         weights = tensors_in(deserialize(saved.raw))
     except CheckpointError as error:

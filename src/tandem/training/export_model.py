@@ -57,14 +57,16 @@ class Call(NamedTuple):
         return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == self.size
 
 
-def export_model(place: str, form: str, output: Path | None, settings_of: Callable[[Saved], Settings]) -> str:
-    """Write the model with the weights at `place` in the format `form`; return a line about it.
+def export_model(
+    source: str, form: str, output: Path | None, settings_of: Callable[[Saved], Settings]
+) -> str:
+    """Write the model with the weights at `source` in the format `form`; return a line about it.
 
     `settings_of` returns the settings of a checkpoint, which name the task. Raises ConfigError if there is no
     such checkpoint, for weights of another model, for a model that cannot be exported, and if the ONNX
     model's output differs.
     """
-    saved = saved_at(place)
+    saved = saved_at(source)
     settings = settings_of(saved)
     path = path_for(saved, "" if form == "hf" else f".{form}", output)
     state = deserialize(saved.raw)
@@ -88,14 +90,14 @@ def export_model(place: str, form: str, output: Path | None, settings_of: Callab
         write_whole(path, _saver(task, model))
         return f"{path}: {about}, for {type(model).__name__}.from_pretrained; weights {digest[:12]}"
     call = call_of(task, datasets, model)
-    said = ""
+    described = ""
 
     def write(there: Path) -> None:
-        nonlocal said
-        said = write_onnx(model, call, there, facts_of(saved, digest))
+        nonlocal described
+        described = write_onnx(model, call, there, facts_of(saved, digest))
 
     write_whole(path, write)
-    return f"{path}: {about}, {said}, {path.stat().st_size:,} bytes; weights {digest[:12]}"
+    return f"{path}: {about}, {described}, {path.stat().st_size:,} bytes; weights {digest[:12]}"
 
 
 def _saver(task: WholeTask, model: nn.Module) -> Callable[[Path], None]:
@@ -164,13 +166,13 @@ def write_onnx(model: nn.Module, call: Call, path: Path, facts: Mapping[str, str
     inputs = program.model.graph.inputs
     outputs = program.model.graph.outputs
     any_size = any("batch" in map(str, each.shape or ()) for each in inputs)
-    said = f"{', '.join(map(_told, inputs))} -> {', '.join(map(_told, outputs))}"
+    signature = f"{', '.join(map(_input_text, inputs))} -> {', '.join(map(_input_text, outputs))}"
     # A second size shows whether the exported graph fixed the batch size by mistake.
     sizes = (call.size, call.size - 1) if any_size else (call.size,)
-    return f"{said}, {_compared(model, path, [call.of(size) for size in sizes])}"
+    return f"{signature}, {_compared(model, path, [call.of(size) for size in sizes])}"
 
 
-def _told(value: Any) -> str:
+def _input_text(value: Any) -> str:
     return f"{value.name} [{', '.join(map(str, value.shape or ()))}]"
 
 

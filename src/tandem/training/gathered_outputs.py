@@ -28,9 +28,9 @@ class _Given(dict[str, Any]):
         self._task = task
 
     def __missing__(self, name: str) -> Any:
-        place = line_of(self._task.evaluate_all)
+        location = line_of(self._task.evaluate_all)
         there = ", ".join(map(repr, self)) or "nothing"
-        raise ConfigError(f"{place}evaluate_all asks for {name!r}, but evaluate_batch returns {there}")
+        raise ConfigError(f"{location}evaluate_all asks for {name!r}, but evaluate_batch returns {there}")
 
 
 class Outputs:
@@ -67,14 +67,14 @@ class Outputs:
                 found = self._scored([deserialize(part) for part in parts])
             except Exception as error:  # the other ranks wait for the broadcast
                 problem = error
-        told = self._world.broadcast_json(found)
+        scores = self._world.broadcast_json(found)
         if problem is not None:
             raise problem
-        if told is None:
+        if scores is None:
             raise TandemError("evaluate_all failed on rank 0; see the log of rank 0")
-        return dict(told)
+        return dict(scores)
 
-    def rehearse(self) -> None:
+    def dry_run(self) -> None:
         """Call `evaluate_all` with a few samples and discard the result.
 
         All ranks call this, and raise alike. Some scores need more samples, or samples of both classes; what
@@ -101,8 +101,8 @@ class Outputs:
     def _gathered(self) -> list[bytes]:
         """Return each rank's rows, on rank 0."""
         names = list(dict.fromkeys(chain.from_iterable(self._batches)))
-        mine = {name: self._joined([batch[name] for batch in self._batches], name) for name in names}
-        return self._world.gather_bytes(serialize(mine))
+        own_outputs = {name: self._joined([batch[name] for batch in self._batches], name) for name in names}
+        return self._world.gather_bytes(serialize(own_outputs))
 
     def _scored(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         names = dict.fromkeys(chain.from_iterable(ranks))
@@ -117,14 +117,14 @@ class Outputs:
         if not self._strided:
             return whole
         count = len(parts)  # ranks beyond the end of a small set have none
-        places = [place for rank in range(count) for place in range(rank, len(whole), count)]
+        indices = [index for rank in range(count) for index in range(rank, len(whole), count)]
         if isinstance(whole, Tensor):
             ordered = torch.empty_like(whole)
-            ordered[torch.tensor(places)] = whole
+            ordered[torch.tensor(indices)] = whole
             return ordered
         rows: list[Any] = [None] * len(whole)
-        for place, row in zip(places, whole, strict=True):
-            rows[place] = row
+        for index, row in zip(indices, whole, strict=True):
+            rows[index] = row
         return rows
 
     def _joined(self, parts: Sequence[Any], name: str) -> Any:

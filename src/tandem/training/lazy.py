@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tandem.data.kinds import begins_anew, evaluation_batches
+from tandem.data.kinds import can_be_read_again, evaluation_batches
 from tandem.distributed.group import ProcessGroup
 from tandem.tasks.base import WholeTask
 from tandem.tasks.mistakes import check_batch, mistake
@@ -29,11 +29,11 @@ def materialize(task: WholeTask, model: nn.Module, train: Any, world: ProcessGro
     """
     if not _without_shape(model):
         return
-    if not begins_anew(train, world.rank, world.size):
+    if not can_be_read_again(train, world.rank, world.size):
         got = "a lazy module, but the data can be read only once"
         raise mistake(task.build_model, got, "set the module's sizes explicitly, as in nn.Linear(in, out)")
-    place = (world.rank, world.size) if hasattr(train, "of_rank") else (0, 1)
-    batches = evaluation_batches(train, *place, SAMPLES, collate=task.collate, device=world.device)
+    part = (world.rank, world.size) if hasattr(train, "of_rank") else (0, 1)
+    batches = evaluation_batches(train, *part, SAMPLES, collate=task.collate, device=world.device)
     batch = next(batches, None)
     if batch is not None:
         check_batch(task.collate, task.build_datasets, batch)

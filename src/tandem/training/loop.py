@@ -41,7 +41,7 @@ class EventSchedule:
 
     @classmethod
     def of(cls, steps_per_epoch: int, steps_planned: int, **every: str) -> "EventSchedule":
-        """Create a timetable from intervals: "200", "1epoch", "30s", "10%" or "never" for each of EVENTS."""
+        """Create a schedule from intervals: "200", "1epoch", "30s", "10%" or "never" for each of EVENTS."""
         cadences = {event: Cadence.parse(every[event]) for event in EVENTS}
         return cls(cadences, steps_per_epoch, steps_planned)
 
@@ -99,7 +99,7 @@ class LoopState:
 
     world: ProcessGroup
     stepper: Stepping
-    timetable: EventSchedule
+    event_schedule: EventSchedule
     recorder: Recorder
     clock: Clock
     nonfinite: Policy
@@ -128,28 +128,28 @@ def train(t: TaskLoopState) -> bool:
     Also returns True if the task ended the run early. Raises NonFiniteError and ReplicaMismatchError on all
     ranks at the same step. Errors of torch and of the task propagate.
     """
-    planned = t.timetable.steps_planned
+    planned = t.event_schedule.steps_planned
     first = t.step
-    settles_at = first
-    an_epoch = t.timetable.steps_per_epoch
+    next_dry_step = first
+    an_epoch = t.event_schedule.steps_per_epoch
     t.clock.begin("train")
     while t.step < planned:
         t.clock.begin_step()
         micro_batches = next(t.batches)
-        proposal = Proposal(bool(t.stop), t.timetable.decisions(t.world.is_first))
+        proposal = Proposal(bool(t.stop), t.event_schedule.decisions(t.world.is_first))
         t.clock.enter("transfer")
         # Once before the first step, and again whenever the task freezes other parameters.
-        if t.step == settles_at:
+        if t.step == next_dry_step:
             epoch = t.step // an_epoch
             if t.stepper.freeze(epoch) or t.step == first:
-                t.recorder.costs(t.stepper.settle(micro_batches, t.step, t.recorder.known_costs))
+                t.recorder.costs(t.stepper.take_dry_step(micro_batches, t.step, t.recorder.known_costs))
             # Without freeze(), DDP reduces the same parameters to the end.
-            settles_at = (epoch + 1) * an_epoch if "freeze" in t.task.own else planned
+            next_dry_step = (epoch + 1) * an_epoch if "freeze" in t.task.own else planned
         rate = t.schedule.set(t.step)
         consensus = t.stepper.take(micro_batches, t.step, proposal)
         # Without an agent, launch/lone_stop.py ends a process that has nothing new to save yet. See
         # docs/architecture.md#a-sigterm.
-        t.stop.is_heeded = True
+        t.stop.is_polled = True
         # torch warns if a scheduler steps before its optimizer, and then skips the first rate.
         t.schedule.advance()
         t.task.after_step(t.model, t.step + 1)
@@ -164,12 +164,12 @@ def after_step(t: LoopState, consensus: Consensus | None, rate: float, is_first:
     if is_first:
         t.recorder.event("training", step=t.step)
     t.recorder.end_step(rate)
-    due = heed(t, consensus)
+    due = apply_consensus(t, consensus)
     # On GPUs, the last step's exchange is still unread. A log line needs its numbers, and a save must not
     # contain a step that turns out to be non-finite.
     if due & {"log", "save", "snapshot"}:
         last = t.stepper.drain()
-        due |= heed(t, last)
+        due |= apply_consensus(t, last)
         consensus = last or consensus
     if due:
         # Evaluations and saves are not part of a step, whose time shows stragglers.
@@ -183,7 +183,7 @@ def after_step(t: LoopState, consensus: Consensus | None, rate: float, is_first:
         with t.clock.phase("checkpoint"):
             t.saver.begin(t.step)  # an evaluation that fails must not cost what was trained
     if "eval" in due and evaluate(t):
-        due = {"save"}  # a restart would continue from a snapshot
+        due = {"save"}  # no snapshot: a restart would train on from it after the end
     if "snapshot" in due:  # after the step's lines in the journal, because a resume drops only later lines
         with t.clock.phase("checkpoint") if t.saver.begins_snapshots else nullcontext():
             t.saver.snapshot(t.step)
@@ -191,7 +191,7 @@ def after_step(t: LoopState, consensus: Consensus | None, rate: float, is_first:
         with t.clock.phase("checkpoint"):
             t.saver.save(t.step)
     # A stop that arrives in the last step changes nothing: the run has finished.
-    stops = consensus is not None and consensus.stop and t.step < t.timetable.steps_planned
+    stops = consensus is not None and consensus.stop and t.step < t.event_schedule.steps_planned
     return stops or t.saver.is_end
 
 
@@ -200,14 +200,14 @@ def evaluate(t: LoopState) -> bool:
     with t.clock.phase("eval"):
         scores = t.evaluate()
         t.recorder.evaluated(t.step, scores)
-        if t.ends(t.step, scores) and t.step < t.timetable.steps_planned:
+        if t.ends(t.step, scores) and t.step < t.event_schedule.steps_planned:
             t.saver.is_end = True
     return t.saver.is_end
 
 
-def make_up(t: LoopState) -> None:
+def repeat_evaluation(t: LoopState) -> None:
     """Repeat the evaluation in which the run failed; the checkpoint of its step gets the scores."""
-    if t.timetable.cadences["eval"].unit != "never":
+    if t.event_schedule.cadences["eval"].unit != "never":
         with t.clock.phase("checkpoint"):
             t.saver.begin(t.step)
         evaluate(t)
@@ -215,9 +215,9 @@ def make_up(t: LoopState) -> None:
             t.saver.save(t.step)
 
 
-def heed(t: LoopState, consensus: Consensus | None) -> set[str]:
+def apply_consensus(t: LoopState, consensus: Consensus | None) -> set[str]:
     """Count what the ranks agreed on in a step, whenever it becomes known; return the events that are due."""
     if consensus is not None:
         t.recorder.agreed(consensus)
         t.nonfinite.consider(consensus)
-    return t.timetable.due(t.step, consensus)
+    return t.event_schedule.due(t.step, consensus)

@@ -52,7 +52,7 @@ class Guard:
         self._strategy = strategy
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._keeps_buffers = policy != "stop"  # after a stop they are not used
-        self._reads_at_once = device.type == "cpu" or strategy.shares_parameters
+        self._reads_at_once = device.type == "cpu" or strategy.shards_parameters
         self._one = torch.ones((), device=device)
         self._buffers = KeptBuffers(model.modules)
         self.step: Callable[[], Any] = optimizer.step
@@ -82,7 +82,7 @@ class Guard:
                 self._scaler.step(self._optimizer)
             # This also lowers the scale after an overflow, so it is called even if the step was left out.
             self._scaler.update()
-        elif self._reads_at_once or not self._can_be_told():
+        elif self._reads_at_once or not self._can_skip_step():
             if not found:
                 clip()
                 self.step()
@@ -114,11 +114,11 @@ class Guard:
         """
         return has_overflowed(self._scaler, self._optimizer)
 
-    def _can_be_told(self) -> bool:
-        return can_be_told(self._optimizer)
+    def _can_skip_step(self) -> bool:
+        return can_skip_step(self._optimizer)
 
 
-def can_be_told(optimizer: torch.optim.Optimizer) -> bool:
+def can_skip_step(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer can skip a step on the device, without the host."""
     return can_skip_on_device(optimizer) and has_its_state(optimizer)
 
@@ -178,7 +178,7 @@ class Policy:
 
     def consider(self, consensus: Consensus) -> None:
         """Count a step that was left out. Raises NonFiniteError if the run has to end."""
-        if not consensus.left_out:
+        if not consensus.is_skipped:
             return
         step = consensus.step + 1
         in_loss = math.isnan(consensus.loss)
@@ -229,8 +229,8 @@ def culprit(
         _in_tensors("the weight", weights),
         _in_forward(model, len(micro_batches), forward),
     )
-    mine = next((what for what in found if what is not None), None)
-    everyones = world.gather_json([mine, _in_tensors("the gradient of", gradients)])
+    own_culprit = next((what for what in found if what is not None), None)
+    everyones = world.gather_json([own_culprit, _in_tensors("the gradient of", gradients)])
     for rank, (what, _) in enumerate(everyones):
         if what is not None:
             return f"{what} on rank {rank}"

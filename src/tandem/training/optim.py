@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tandem.config.slices import OptimisationConfig
+from tandem.config.slices import OptimizationConfig
 from tandem.data.datasets import one_line
 from tandem.tasks.base import WholeTask
 from tandem.tasks.build import optimizer_of, scheduler_of
@@ -19,13 +19,13 @@ from tandem.training.rates import Rates
 
 BY_SCHEDULE = ("schedule", "lr_scaling", "warmup")
 BY_OPTIMIZER = ("optimizer", "lr", "momentum", "weight_decay")
-"""Settings of OptimisationConfig that determine the learning rate, and those that build the optimizer."""
+"""Settings of OptimizationConfig that determine the learning rate, and those that build the optimizer."""
 SCHEDULED = ("lr", "momentum", "betas")
 """What a scheduler changes in an optimizer's groups, besides what its constructor has added to them."""
 
 
 def build_optimizer(
-    config: OptimisationConfig, task: WholeTask, model: nn.Module, has_all_gradients: bool = True
+    config: OptimizationConfig, task: WholeTask, model: nn.Module, has_all_gradients: bool = True
 ) -> torch.optim.Optimizer:
     """Build the task's own optimizer if it has one, else the one that the settings name.
 
@@ -75,7 +75,7 @@ class Schedule:
 
     def __init__(
         self,
-        config: OptimisationConfig,
+        config: OptimizationConfig,
         batch_size: int,
         task: WholeTask,
         optimizer: torch.optim.Optimizer,

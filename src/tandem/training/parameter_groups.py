@@ -50,9 +50,9 @@ def check_groups(
     here = [len(group["params"]) for group in optimizer.param_groups]
     if len(sizes) != len(here):
         raise _other(what, f"it has {len(sizes)} parameter groups, this optimizer has {len(here)}")
-    for number, (there, mine) in enumerate(zip_longest(names, ours["names"] if names else [])):
-        if there != mine:
-            raise _other(what, f"group {number} is {_listed(there)} in it but {_listed(mine)} here")
+    for number, (there, ours_here) in enumerate(zip_longest(names, ours["names"] if names else [])):
+        if there != ours_here:
+            raise _other(what, f"group {number} is {_listed(there)} in it but {_listed(ours_here)} here")
     # Names make a better message, but an older version saved none.
     if sizes != here:
         raise _other(what, f"its groups have {_counts(sizes)} parameters, but {_counts(here)} here")

@@ -1,6 +1,6 @@
 """The learning rate of each step according to the settings."""
 
-from tandem.config.slices import OptimisationConfig
+from tandem.config.slices import OptimizationConfig
 from tandem.schedule import Cadence, learning_rate, scale_lr, scaling_of
 
 
@@ -11,7 +11,7 @@ class Rates:
     """
 
     def __init__(
-        self, config: OptimisationConfig, batch_size: int, steps_per_epoch: int, steps_planned: int
+        self, config: OptimizationConfig, batch_size: int, steps_per_epoch: int, steps_planned: int
     ) -> None:
         self._config = config
         self._batch_size = batch_size
@@ -34,12 +34,12 @@ class Rates:
     def __str__(self) -> str:
         """Describe the rates: `lr 0.1 x 480/240 (linear) = 0.2, warm-up linear ..., then ...`."""
         config = self._config
-        said = f"lr {self._config.lr:g}"
+        text = f"lr {self._config.lr:g}"
         if self._scaling != "none":
             ratio = f"{self._batch_size}/{self._base}"
             factor = f"sqrt({ratio})" if self._scaling == "sqrt" else ratio
-            said += f" x {factor} ({self._scaling}) = {self.peak:.4g}"
+            text += f" x {factor} ({self._scaling}) = {self.peak:.4g}"
         if self._warmup:
-            said += f", warm-up linear over {self._warmup:,} steps"
+            text += f", warm-up linear over {self._warmup:,} steps"
         end = "" if config.schedule == "constant" else f" to step {self._planned:,}"
-        return f"{said}, {'then ' if self._warmup else ''}{config.schedule}{end}"
+        return f"{text}, {'then ' if self._warmup else ''}{config.schedule}{end}"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tandem.distributed.batchnorm import SynchronisedBatchNorm
+from tandem.distributed.batchnorm import SynchronizedBatchNorm
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.strategy import Strategy
 from tandem.errors import ReplicaMismatchError
@@ -31,7 +31,7 @@ def check_replicas(
     Raises ReplicaMismatchError on all ranks, naming each rank that differs and its first different tensor.
     The weights that most ranks have count as right; in a tie, those of rank 0 if it is among them.
     """
-    if world.size == 1 or strategy.shares_parameters:
+    if world.size == 1 or strategy.shards_parameters:
         return
     named = comparable(model)
     # With --devices-per-rank, the tensors of one rank are on several GPUs.
@@ -43,8 +43,8 @@ def check_replicas(
     counts = Counter(digests)
     right = max(digests, key=lambda digest: (counts[digest], digest == digests[0]))
     position = world.position
-    mine = {"node": f"node {position.node_rank} ({position.node_name})", "sums": sums.tolist()}
-    ranks: list[Any] = world.gather_json(mine)
+    own_sums = {"node": f"node {position.node_rank} ({position.node_name})", "sums": sums.tolist()}
+    ranks: list[Any] = world.gather_json(own_sums)
     expected = ranks[digests.index(right)]["sums"]
     names = list(named)
     found = []
@@ -55,9 +55,9 @@ def check_replicas(
             found.append({"rank": rank, "node": ranks[rank]["node"], "tensor": tensor})
     recorder.event("replica_mismatch", step=step, ranks=found)
     recorder.samples(metrics.REPLICA_MISMATCHES.inc(len(found)))
-    said = "; ".join("rank {rank} on {node} differs, first in {tensor}".format(**one) for one in found)
+    message = "; ".join("rank {rank} on {node} differs, first in {tensor}".format(**one) for one in found)
     raise ReplicaMismatchError(
-        f"the ranks no longer train the same weights after step {step}: {said}; unless the task "
+        f"the ranks no longer train the same weights after step {step}: {message}; unless the task "
         "changes weights itself, suspect that machine; resume from an earlier checkpoint with "
         "--resume PATH@STEP"
     )
@@ -71,7 +71,7 @@ def comparable(model: nn.Module) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     for prefix, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm | SynchronisedBatchNorm):
+        if isinstance(module, nn.SyncBatchNorm | SynchronizedBatchNorm):
             tensors.update(module.named_buffers(prefix, recurse=False))
     return tensors
 

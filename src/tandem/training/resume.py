@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tandem.checkpoint.decision import ResumeDecision, nothing_valid, say_damaged
+from tandem.checkpoint.decision import ResumeDecision, nothing_valid, warn_damaged
 from tandem.checkpoint.large import file_of, through
 from tandem.checkpoint.snapshot import OF, PER_RANK, newest_snapshot, read_slot, skeleton_in, whole_slots
 from tandem.checkpoint.state import deserialize, deserialize_file, serialize
@@ -99,7 +99,7 @@ def begin(
     parts: list[dict[str, Any]] = found.state.pop(PER_RANK, []) if found.state else []
     named = sorted({name for part in parts for name in part})
     step, slot, info, count, named = world.broadcast_json(
-        [found.step, found.slot, found.said(), len(parts), named]
+        [found.step, found.slot, found.shared_info(), len(parts), named]
     )
     if step == 0 and config.init_from is not None:
         return ResumePoint(
@@ -114,10 +114,10 @@ def begin(
     # After a snapshot, each rank's own values are in its memory; a checkpoint's are on rank 0.
     if slot is not None:
         own_slot = slots.get(step)
-        mine = read_slot(position.own_memories, step, slots[step]).state[PER_RANK] if own else {}
+        own_state = read_slot(position.own_memories, step, slots[step]).state[PER_RANK] if own else {}
     else:
         own_slot = None
-        mine = _mine(world, parts, count, named, own, redistribute)
+        own_state = _own_state_of(world, parts, count, named, own, redistribute)
     took = metrics.CHECKPOINT_LAST_LOAD_DURATION_SECONDS.set(time.monotonic() - began)
     recorder.samples(metrics.CHECKPOINT_LOADS.inc(), took)
     return ResumePoint(
@@ -127,7 +127,7 @@ def begin(
         scores=_numbers(info.get("eval", {})),
         ended_of=info.get("ended_of", 0),
         data=info.get("data", {}),
-        own=mine,
+        own=own_state,
         own_slot=own_slot,
         owes_evaluation=bool(info.get("owes_evaluation", False)),
     )
@@ -140,7 +140,7 @@ def _own_slots(position: Position) -> dict[int, int]:
     return {s: slot for s, slot in whole_slots(regions).items() if skeleton_in(regions[0], slot)[OF] == me}
 
 
-def _mine(
+def _own_state_of(
     world: ProcessGroup,
     parts: Sequence[dict[str, Any]],
     count: int,
@@ -161,16 +161,16 @@ def _mine(
             f"the checkpoint's per_rank state ({_listed(named)}) is from {counted(count, 'rank')}, but there "
             f"are {world.size} now; start {counted(count, 'rank')}, or set run.keep(..., redistribute=...)"
         )
-    mine = list[dict[str, Any]]()
+    states = list[dict[str, Any]]()
     for rank in range(count):
         # The parts are sent one by one, because a rank keeps only its own if their number is the same.
         raw = world.broadcast_bytes(serialize({PER_RANK: parts[rank]}) if world.is_first else None)
         if count != world.size or rank == world.rank:
-            mine.append(deserialize(raw)[PER_RANK])
+            states.append(deserialize(raw)[PER_RANK])
     if count == world.size:
-        return mine[0]
+        return states[0]
     assert redistribute is not None
-    made = redistribute(mine, world.rank, world.size)
+    made = redistribute(states, world.rank, world.size)
     if not isinstance(made, dict) or sorted(made) != sorted(named):
         got = _listed(made) if isinstance(made, dict) else type(made).__name__
         raise ConfigError(f"redistribute returned {got}; expected a dict with {_listed(named)}")
@@ -181,14 +181,14 @@ def _listed(names: Collection[str]) -> str:
     return ", ".join(sorted(map(str, names))) or "none"
 
 
-def _weights(world: ProcessGroup, place: PurePath, strict: bool, download: bool) -> Initial:
+def _weights(world: ProcessGroup, source: PurePath, strict: bool, download: bool) -> Initial:
     """Read the weights on rank 0 and broadcast them."""
-    raw = world.on_first(lambda: read_weights(place, download))
-    return Initial(deserialize(world.broadcast_bytes(raw)), place, strict)
+    raw = world.on_first(lambda: read_weights(source, download))
+    return Initial(deserialize(world.broadcast_bytes(raw)), source, strict)
 
 
 # Rank 0 passes these to the others, which therefore need no access to the run directory.
-SAID = ("eval", "ended_of", "owes_evaluation", "data")
+SHARED_INFO = ("eval", "ended_of", "owes_evaluation", "data")
 
 
 class _Found(NamedTuple):
@@ -199,12 +199,12 @@ class _Found(NamedTuple):
     slot: int | None = None
     info: Mapping[str, Any] = {}
 
-    def said(self) -> dict[str, Any]:
+    def shared_info(self) -> dict[str, Any]:
         """Return what all ranks need from its manifest."""
-        said = {name: self.info[name] for name in SAID if name in self.info}
-        if "data" not in said and "train_samples" in self.info:  # from an older version
-            said["data"] = {"samples": self.info["train_samples"]}
-        return said
+        shared = {name: self.info[name] for name in SHARED_INFO if name in self.info}
+        if "data" not in shared and "train_samples" in self.info:  # from an older version
+            shared["data"] = {"samples": self.info["train_samples"]}
+        return shared
 
 
 def _numbers(scores: Mapping[str, Any]) -> dict[str, float]:
@@ -240,7 +240,7 @@ def _newest(
         _count_fallback(recorder, step, problem)
 
     def passed_over(step: int, problem: str) -> None:
-        say_damaged(step, problem)
+        warn_damaged(step, problem)
         _count_fallback(recorder, step, problem)
 
     found = None
@@ -355,10 +355,12 @@ def on_their_devices(optimizer: torch.optim.Optimizer, before: Sequence[Mapping[
             state = optimizer.state.get(parameter, {})
             for name, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    state[name] = _beside(parameter, name, value, bool(on_device))
+                    state[name] = _moved_like(parameter, name, value, bool(on_device))
 
 
-def _beside(parameter: torch.Tensor, name: str, value: torch.Tensor, steps_on_device: bool) -> torch.Tensor:
+def _moved_like(
+    parameter: torch.Tensor, name: str, value: torch.Tensor, steps_on_device: bool
+) -> torch.Tensor:
     """Return a tensor of an optimizer's state on the device and in the layout that its kernels expect."""
     if name == "step":
         return value.to(parameter.device, torch.float32) if steps_on_device else value
@@ -368,17 +370,17 @@ def _beside(parameter: torch.Tensor, name: str, value: torch.Tensor, steps_on_de
     return value
 
 
-def check_shapes(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+def check_shapes(model_state: Mapping[str, Any], saved_state: Mapping[str, Any]) -> None:
     """Raise ConfigError naming the first tensor that differs between a model's state and a checkpoint's.
 
     The result of a module's get_extra_state() may change its shape.
     """
-    for name in sorted({*mine, *theirs}):
-        if name in theirs and is_lazy(mine.get(name)):
+    for name in sorted({*model_state, *saved_state}):
+        if name in saved_state and is_lazy(model_state.get(name)):
             continue  # it gets its shape when it is loaded
-        here = tuple(getattr(mine[name], "shape", ())) if name in mine else "missing"
-        there = tuple(getattr(theirs[name], "shape", ())) if name in theirs else "missing"
-        is_extra = name.rpartition(".")[2] == EXTRA and name in mine and name in theirs
+        here = tuple(getattr(model_state[name], "shape", ())) if name in model_state else "missing"
+        there = tuple(getattr(saved_state[name], "shape", ())) if name in saved_state else "missing"
+        is_extra = name.rpartition(".")[2] == EXTRA and name in model_state and name in saved_state
         if here != there and not is_extra:
             raise ConfigError(
                 f"the checkpoint is from a different model: {name} is {there} in it but {here} here; "

@@ -18,27 +18,27 @@ from tandem.training.summary import RunInfo, manifest_info
 log = logging.getLogger("tandem.saving")
 
 
-class Learning(Protocol):
+class CheckpointSource(Protocol):
     """The source of the state: a task's `TrainState`, or what a custom loop keeps."""
 
-    def rank_zeros(self, state: Mapping[str, Any]) -> frozenset[int]:
-        """Return the places of tensors in the flattened state that only rank 0 is sure to have right."""
+    def rank_0_indices(self, state: Mapping[str, Any]) -> frozenset[int]:
+        """Return the indices of tensors in the flattened state that only rank 0 is sure to have right."""
         ...
 
-    def whole(self) -> dict[str, Any]:
+    def full_state(self) -> dict[str, Any]:
         """Return the state by part, "model" first. Tensors are complete on rank 0. All ranks call this."""
         ...
 
-    def beside(self, recorder: Recorder, step: int) -> dict[str, Any]:
+    def checkpoint_extras(self, recorder: Recorder, step: int) -> dict[str, Any]:
         """Return further parts for checkpoints only, complete on rank 0. All ranks call this."""
         ...
 
     @property
-    def keeps_own(self) -> bool:
+    def has_per_rank_state(self) -> bool:
         """Whether each rank keeps something for itself."""
         ...
 
-    def own(self) -> dict[str, Any]:
+    def per_rank_state(self) -> dict[str, Any]:
         """Return what this rank keeps for itself, by name. Exchanges nothing."""
         ...
 
@@ -54,13 +54,13 @@ class Saver:
         self,
         config: CheckpointConfig,
         facts: RunInfo,
-        learner: Learning,
+        source: CheckpointSource,
         recorder: Recorder,
         kept_slot: int | None,
         own_slot: int | None = None,
     ) -> None:
         self._facts = facts
-        self._learner = learner
+        self._source = source
         self._recorder = recorder
         self._keep_best = config.keep_best
         self.is_end = False
@@ -81,7 +81,7 @@ class Saver:
         self._begun: int | None = None
         self._scores = PendingScores()
         self._snapshots = Snapshots(shared, position.local_rank, kept_slot) if shared else None
-        own = position.own_memories if learner.keeps_own else ()
+        own = position.own_memories if source.has_per_rank_state else ()
         self._own = Snapshots(own, 0, own_slot) if own else None
 
     def save(self, step: int) -> None:
@@ -95,10 +95,10 @@ class Saver:
     def begin(self, step: int) -> None:
         """Start a save whose manifest, without which it does not count, waits for `save`.
 
-        See `CheckpointWriter.save`. If the run fails before, `settle` completes it without scores.
+        See `CheckpointWriter.save`. If the run fails before, `join_quietly` completes it without scores.
         """
         # Every rank takes part in gathering the state, so this is not under `if is_first`.
-        state = {**self._learner.whole(), **self._learner.beside(self._recorder, step)}
+        state = {**self._source.full_state(), **self._source.checkpoint_extras(self._recorder, step)}
         self._begun = step
         self._scores = PendingScores()
         if self._facts.world.is_first:
@@ -126,10 +126,10 @@ class Saver:
         try:
             if self._own is not None:
                 of = [self._facts.world.rank, self._facts.world.size]
-                self._own.take(step, {PER_RANK: self._learner.own(), OF: of}, ())
+                self._own.take(step, {PER_RANK: self._source.per_rank_state(), OF: of}, ())
             if self._snapshots is not None:
-                state = self._learner.whole()
-                self._snapshots.take(step, {**state, "step": step}, self._learner.rank_zeros(state))
+                state = self._source.full_state()
+                self._snapshots.take(step, {**state, "step": step}, self._source.rank_0_indices(state))
         # Snapshots only shorten a restart, so a lack of memory must not end the run.
         except OSError as error:
             log.warning("in-memory snapshots are disabled, a restart resumes from a checkpoint: %s", error)
@@ -147,11 +147,11 @@ class Saver:
         StoppedError if a run that was asked to stop could not be saved.
         """
         if finished:
-            self._writer.insist()
+            self._writer.retry_failed_save()
         elif self.last_step != step:
             raise StoppedError(f"stopped at step {step} without a checkpoint: {self._writer.problem}")
 
-    def settle(self) -> None:
+    def join_quietly(self) -> None:
         """Wait for a save in progress after the run has failed, whatever its outcome.
 
         A save that waits for its scores is completed without them; a run that resumes from it repeats the
@@ -159,7 +159,7 @@ class Saver:
         """
         self._is_cut_off = self._begun is not None
         self._complete({})
-        self._writer.settle()
+        self._writer.join_quietly()
 
     def __enter__(self) -> "Saver":
         return self
@@ -171,13 +171,13 @@ class Saver:
         if kind is None:
             self._writer.wait()
         else:
-            self.settle()
+            self.join_quietly()
 
 
 def snapshot_every(text: str, world: ProcessGroup, strategy: Strategy) -> str:
     """Resolve `--snapshot-every auto`: every step for a copy within memory, every 5 s from a GPU."""
     # With sharded state, no node has the whole state, so runs resume from checkpoints only.
-    if strategy.shares_state or not world.position.memories:
+    if strategy.shards_state or not world.position.memories:
         return "never"
     # A GPU's state crosses the bus for each snapshot, which would slow down every step.
     return text if text != "auto" else "1" if world.device.type == "cpu" else "5s"

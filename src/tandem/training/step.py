@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tandem.config.slices import ComputeConfig, OptimisationConfig
+from tandem.config.slices import ComputeConfig, OptimizationConfig
 from tandem.data.loader import batch_size_of
 from tandem.data.seeds import seed_micro_step
 from tandem.distributed.collective_observer import CollectiveObserver
@@ -18,7 +18,7 @@ from tandem.distributed.consensus import (
     SLOTS,
     Consensus,
     ConsensusReader,
-    left_out,
+    is_skipped,
     proposal_slots,
 )
 from tandem.distributed.group import ProcessGroup
@@ -115,15 +115,15 @@ class TrainingModule(nn.Module):
     def weight(self, batch: Any) -> Tensor:
         """Return the task's weight of a batch as a scalar on the device; 0 without a batch."""
         value = 0.0 if batch is None else weight_of(self._task.weight, self._task.weight(batch))
-        return self._there(value, self._device)
+        return self._as_scalar(value, self._device)
 
     def _flat(self, sums: Sums, device: torch.device) -> list[Tensor]:
         """Return the sums and counts of `names`, in order; a missing or non-finite one adds nothing."""
         numbers = [number for name in self.names for number in sums.get(name, (0.0, 0.0))]
-        return [self._there(number, device) for number in numbers]
+        return [self._as_scalar(number, device) for number in numbers]
 
     @staticmethod
-    def _there(number: Tensor | float, device: torch.device) -> Tensor:
+    def _as_scalar(number: Tensor | float, device: torch.device) -> Tensor:
         """Return a scalar on `device` without waiting for it."""
         if isinstance(number, Tensor):
             return number.detach().to(device, torch.float32, non_blocking=True).reshape(())
@@ -139,7 +139,7 @@ class Stepper:
         world: ProcessGroup,
         strategy: Strategy,
         compute: ComputeConfig,
-        optimization: OptimisationConfig,
+        optimization: OptimizationConfig,
         batch_size: int,
         seed: int,
         task: WholeTask,
@@ -195,7 +195,7 @@ class Stepper:
             self._optimizer.zero_grad(set_to_none=True)
         return changed
 
-    def settle(self, micro_batches: Sequence[Any], step: int, known: Costs) -> Costs:
+    def take_dry_step(self, micro_batches: Sequence[Any], step: int, known: Costs) -> Costs:
         """Wrap the model, and take one step that changes nothing before the first real one; return its costs.
 
         Called again when other parameters are trained from here on.
@@ -239,7 +239,7 @@ class Stepper:
         sizes = self._world.gather(0 if batch is None else batch_size_of(batch))
         misses = self.may_miss_ranks or 0 in sizes
         # A rank without a batch has nothing to run. The others then raise without an exchange.
-        if (len(set(sizes)) == 1 and not misses) or batch is None or self._strategy.shares_parameters:
+        if (len(set(sizes)) == 1 and not misses) or batch is None or self._strategy.shards_parameters:
             return
 
         def meet(name: str, shapes: list[list[int]]) -> None:
@@ -291,7 +291,7 @@ class Stepper:
         self.clock.enter("optimizer")
         exchanged = self._strategy.exchange(self._guard.look())
         consensus = self._reader.read(step, exchanged)
-        skip = left_out(exchanged)
+        skip = is_skipped(exchanged)
         # The guard makes this call, because it may leave the step out. A closure needs the batches of this
         # step.
         self._guard.step = partial(self._step, micro_batches, step)
@@ -323,7 +323,7 @@ class Stepper:
         # The step's decisions have been exchanged already, so the proposal is empty.
         self._accumulate(micro_batches, step, Proposal())
         exchanged = self._strategy.exchange(self._guard.look())
-        if left_out(exchanged):
+        if is_skipped(exchanged):
             name = type(self._optimizer).__name__
             raise NonFiniteError(
                 f"step {step + 1}: the closure of {name} returned a value that is not finite; lower its lr"
@@ -402,7 +402,7 @@ def check_closure(
         raise mistake(
             task.build_optimizer, got, "torch cannot scale gradients there: use --precision bf16 or fp32"
         )
-    if strategy.shares_parameters:
+    if strategy.shards_parameters:
         raise mistake(task.build_optimizer, got, "it needs whole parameters: use --strategy ddp")
 
 

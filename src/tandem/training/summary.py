@@ -88,10 +88,10 @@ def identity(facts: RunInfo, save_steps: int | None) -> list[Sample]:
 def manifest_info(
     facts: RunInfo, step: int, scores: Mapping[str, float], is_end: bool, owes_evaluation: bool
 ) -> dict[str, Any]:
-    """Return a checkpoint's facts for its manifest, so that the resume decision needs no torch.load.
+    """Return the description of a checkpoint for its manifest; the resume decision reads nothing else.
 
-    `is_end`: the task ended a run of so many planned steps with it. `owes_evaluation`: the run failed in the
-    evaluation of this step.
+    `is_end`: the task ended the run at this step, before the last planned one. `owes_evaluation`: the run
+    failed during the evaluation of this step.
     """
     order = facts.order
     return {
@@ -173,8 +173,10 @@ def ending_table(summary: Mapping[str, Any], steps: Interval, run_dir: PurePath)
     saved = summary["last_checkpoint_step"]
     since = f" since step {resumed:,}" if resumed else ""
     pace = f"{summary['samples_per_second']:,.0f} a second{since}"
-    place = shown(run_dir)
-    again = f"; to resume: the same command with --run-dir {place}" if summary["state"] == "stopped" else ""
+    directory = shown(run_dir)
+    again = (
+        f"; to resume: the same command with --run-dir {directory}" if summary["state"] == "stopped" else ""
+    )
     shares = [f"{name} {part / steps.seconds:.0%}" for name, part in steps.phases.items() if steps.seconds]
     return {
         "steps": f"{summary['global_step']:,}, epoch {summary['epoch']}"
@@ -189,7 +191,7 @@ def ending_table(summary: Mapping[str, Any], steps: Interval, run_dir: PurePath)
         "ranks": f"{summary['world_size']} on {counted(summary['nodes'], 'node')}, "
         f"restarts: {summary['restarts']}"
         + (f", planned stops: {summary['planned_stops']}" if summary["planned_stops"] else ""),
-        "checkpoint": "none saved" if saved is None else f"step {saved:,} in {place}/checkpoints{again}",
+        "checkpoint": "none saved" if saved is None else f"step {saved:,} in {directory}/checkpoints{again}",
     }
 
 
@@ -218,10 +220,10 @@ def open_displays(
     progress = Progress(planned, start_step=step, mode=display.progress)
     recorder.begin_run(step, epoch_steps, planned, journal, progress, writer)
     recorder.samples(*identity(facts, save_steps))
-    _say_derived_numbers(facts, model)
+    _log_derived_numbers(facts, model)
 
 
-def _say_derived_numbers(facts: RunInfo, model: nn.Module) -> None:
+def _log_derived_numbers(facts: RunInfo, model: nn.Module) -> None:
     world = facts.world
     parameters = sum(parameter.numel() for parameter in model.parameters())
     log.info(

@@ -22,7 +22,7 @@ class Memory:
         self._world = world
         self._heard = 0
 
-    def hear(self, step: int, scores: Mapping[str, float]) -> bool:
+    def after_evaluation(self, step: int, scores: Mapping[str, float]) -> bool:
         """Tell the task about an evaluation; return whether it ends the run. All ranks call this.
 
         Rank 0's answer counts. Raises ConfigError for an invalid answer.
@@ -43,14 +43,14 @@ class Memory:
 
         If the checkpoint was begun before the evaluation of its step, tell the task these `scores` again.
         """
-        mine = state.get("task", {})
+        saved = state.get("task", {})
         recall(self._task, state)
-        if scores and mine.get("heard") != state["step"]:
-            self.hear(int(state["step"]), scores)
+        if scores and saved.get("heard") != state["step"]:
+            self.after_evaluation(int(state["step"]), scores)
 
 
 def recall(task: WholeTask, state: Mapping[str, Any]) -> None:
     """Restore what a task remembered in a checkpoint's state, if it is there."""
-    mine = state.get("task", {})
-    if "load_state_dict" in task.own and "state" in mine:
-        task.load_state_dict(mine["state"])
+    saved = state.get("task", {})
+    if "load_state_dict" in task.own and "state" in saved:
+        task.load_state_dict(saved["state"])

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tandem.checkpoint.flatten import flatten
-from tandem.config.slices import ComputeConfig, DataConfig, ExchangeConfig, OptimisationConfig, RunConfig
+from tandem.config.slices import ComputeConfig, DataConfig, ExchangeConfig, OptimizationConfig, RunConfig
 from tandem.data.kinds import takes_workers, training_data
 from tandem.data.seeds import seed_model
 from tandem.data.sharded import ShardedData
@@ -42,7 +42,7 @@ class TrainState:
         run: RunConfig,
         data: DataConfig,
         compute: ComputeConfig,
-        optimization: OptimisationConfig,
+        optimization: OptimizationConfig,
         exchange: ExchangeConfig,
         world: ProcessGroup,
         clock: Clock,
@@ -52,15 +52,15 @@ class TrainState:
         """Build everything. `chosen`: the names of the settings that were set explicitly."""
         self.recorder = recorder
         self.strategy = strategies.load(compute.strategy, world, exchange, compute)
-        flag = f"--strategy {compute.strategy}" if self.strategy.shares_parameters else ""
+        flag = f"--strategy {compute.strategy}" if self.strategy.shards_parameters else ""
         self.task = WholeTask(load_task(run.task, run.task_fields, data.data_dir, data.download))
         # The ranks of a node share its data directory, and two downloads would write the same files.
         world.once_per_node(self.task.prepare)
         check_methods(self.task)
         self.memory = Memory(self.task, world)
         self.datasets = datasets_of(self.task)
-        place = world.device, world.gather, cores_of(world.position)
-        self._reader = BatchReader(data, run.seed, world.rank, world.size, self.task.collate, *place)
+        loading = world.device, world.gather, cores_of(world.position)
+        self._reader = BatchReader(data, run.seed, world.rank, world.size, self.task.collate, *loading)
         self.data = training_data(
             self.datasets.train, self._reader, run.steps, order_of(self.task, self.datasets.train)
         )
@@ -76,14 +76,14 @@ class TrainState:
         materialize(self.task, self.model, self.datasets.train, world)
         lay_out(self.model, compute.channels_last, flag)
         if compute.sync_batchnorm:
-            self.model = world.synchronise_batchnorm(self.model)
+            self.model = world.synchronize_batchnorm(self.model)
         self._ranks_share = parameter_names(self.model)  # before a strategy replaces them
-        self.model = self.strategy.spread(self.model)
+        self.model = self.strategy.shard(self.model)
         check_compilation(compute)
         # The optimizer is built after spread(), which may replace the parameters that it refers to.
         has_all_gradients = self.strategy.checks_gradients and not exchange.find_unused
         optimizer = build_optimizer(optimization, self.task, self.model, has_all_gradients)
-        self._optimizer = self.strategy.spread_optimizer(optimizer)
+        self._optimizer = self.strategy.shard_optimizer(optimizer)
         # torch's schedulers wrap the step of the optimizer that they receive, so they get the final one.
         self.schedule = Schedule(
             optimization,
@@ -138,7 +138,7 @@ class TrainState:
         return f"{self.workers} per rank, which has {counted(self._reader.cores, 'CPU')}"
 
     def begin(self, beginning: ResumePoint) -> None:
-        """Restore what `whole` returned, before the first step; without it, start fresh or from weights.
+        """Restore what `full_state` returned, before the first step; without it, start fresh or from weights.
 
         Raises ConfigError for a state of another model, and for a batch that the ranks cannot share evenly.
         """
@@ -160,20 +160,20 @@ class TrainState:
         self.memory.load(saved, beginning.scores)
         self.task.after_resume(self.model)
 
-    def whole(self) -> dict[str, Any]:
+    def full_state(self) -> dict[str, Any]:
         """Return the state by part, "model" first. Tensors are complete on rank 0. All ranks call this."""
-        spread = {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
-        state = self.strategy.whole(spread)
-        return {**state, **self._rest()}
+        sharded = {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        state = self.strategy.gather_full(sharded)
+        return {**state, **self._remaining_state()}
 
     def check_state(self) -> None:
         """Raise ConfigError, before the first step, for state that a checkpoint cannot contain."""
         # No shards are gathered for this check, because only types and names matter.
-        spread = {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
-        flatten({**spread, **self._rest()})
+        sharded = {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        flatten({**sharded, **self._remaining_state()})
 
-    def _rest(self) -> dict[str, Any]:
-        """Return the state next to the model and the optimizer; see `whole`."""
+    def _remaining_state(self) -> dict[str, Any]:
+        """Return the state next to the model and the optimizer; see `full_state`."""
         return {
             "schedule": self.schedule.state(),
             "scaler": self.stepper.scaler.state_dict(),
@@ -184,26 +184,26 @@ class TrainState:
             **self.memory.state(),
         }
 
-    def beside(self, recorder: Recorder, step: int) -> dict[str, Any]:
+    def checkpoint_extras(self, recorder: Recorder, step: int) -> dict[str, Any]:
         """Return the names of the optimizer's parameters, to compare them on resume. Exchanges nothing."""
         return {"groups": groups_of(self._optimizer, self.model.named_parameters())}
 
     @property
-    def keeps_own(self) -> bool:
+    def has_per_rank_state(self) -> bool:
         """False: a task's own state is equal on all ranks."""
         return False
 
-    def own(self) -> dict[str, Any]:
-        """Return an empty dict; see `keeps_own`."""
+    def per_rank_state(self) -> dict[str, Any]:
+        """Return an empty dict; see `has_per_rank_state`."""
         return {}
 
-    def rank_zeros(self, state: Mapping[str, Any]) -> frozenset[int]:
-        """See `Learning`."""
-        return places_beside(state["model"], self._ranks_share)
+    def rank_0_indices(self, state: Mapping[str, Any]) -> frozenset[int]:
+        """See `CheckpointSource`."""
+        return indices_outside(state["model"], self._ranks_share)
 
     def weights(self) -> dict[str, Any]:
-        """Return only the model's part; see `whole`."""
-        return self.strategy.whole(self.model.state_dict())
+        """Return only the model's part; see `full_state`."""
+        return self.strategy.gather_full(self.model.state_dict())
 
 
 def check_uneven(shares: str, sync_batchnorm: bool) -> None:
@@ -253,8 +253,8 @@ def parameter_names(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
 
 
-def places_beside(state: Mapping[str, Any], names: Set[str]) -> frozenset[int]:
-    """Return the places of tensors in a flattened `state` that are not in `names`.
+def indices_outside(state: Mapping[str, Any], names: Set[str]) -> frozenset[int]:
+    """Return the indices of the tensors in a flattened `state` whose names are not in `names`.
 
     These are buffers, in which ranks may differ.
     """

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem import layout
-from tandem.checkpoint.decision import say_damaged
+from tandem.checkpoint.decision import warn_damaged
 from tandem.checkpoint.locate import locate
 from tandem.checkpoint.state import deserialize, serialize
 from tandem.data.datasets import one_line, torchvision_for
@@ -39,25 +39,27 @@ VALID = (
 SHOWN = 4
 
 
-def read_weights(place: PurePath, download: bool) -> bytes:
-    """Return the tensors by name that `place` refers to, serialized. Raises ConfigError."""
-    named = NAMED_WEIGHTS.fullmatch(str(place))
+def read_weights(source: PurePath, download: bool) -> bytes:
+    """Return the tensors by name that `source` refers to, serialized. Raises ConfigError."""
+    named = NAMED_WEIGHTS.fullmatch(str(source))
     # A file of that name wins over torchvision's weights.
-    if named is not None and not (isinstance(place, Path) and exists(place)):
-        place = _torchvision_file(named[2], download)
+    if named is not None and not (isinstance(source, Path) and exists(source)):
+        source = _torchvision_file(named[2], download)
     # No file has the name PATH@STEP, which `locate` reads.
-    elif isinstance(place, Path) and not exists(place) and "@" not in place.name:
-        raise ConfigError(f"--init-from: {place} does not exist (looked from {Path.cwd()}); expected {VALID}")
+    elif isinstance(source, Path) and not exists(source) and "@" not in source.name:
+        raise ConfigError(
+            f"--init-from: {source} does not exist (looked from {Path.cwd()}); expected {VALID}"
+        )
     try:
-        if isinstance(place, Path) and is_file(place):
-            return serialize(tensors_in(_state_in(place)))
-        return serialize(tensors_in(deserialize(saved_at(str(place)).raw)))
+        if isinstance(source, Path) and is_file(source):
+            return serialize(tensors_in(_state_in(source)))
+        return serialize(tensors_in(deserialize(saved_at(str(source)).raw)))
     except CheckpointError as error:
         raise ConfigError(
-            f"--init-from {place}: {error}; save only the weights: torch.save(model.state_dict(), FILE)"
+            f"--init-from {source}: {error}; save only the weights: torch.save(model.state_dict(), FILE)"
         ) from error
     except (ConfigError, OSError) as error:
-        raise ConfigError(f"--init-from {place}: {error}") from error
+        raise ConfigError(f"--init-from {source}: {error}") from error
 
 
 def _state_in(path: Path) -> Mapping[str, Any]:
@@ -99,13 +101,13 @@ class Saved(NamedTuple):
         return (self.directory.parent if self.directory.name == layout.CHECKPOINTS else self.directory).name
 
 
-def saved_at(place: str) -> Saved:
-    """Return the newest valid checkpoint at `place`, or the step that it names. Raises ConfigError."""
-    store, step = locate(place)
+def saved_at(source: str) -> Saved:
+    """Return the newest valid checkpoint at `source`, or the step that it names. Raises ConfigError."""
+    store, step = locate(source)
     if step is not None:
         return Saved(store.directory, step, *store.read(step))
     # Reading weights must not change a run, which may still train.
-    found = store.newest(store.read, say_damaged, quarantine=False)
+    found = store.newest(store.read, warn_damaged, quarantine=False)
     if found is None:
         raise ConfigError(f"{store.directory} contains no valid checkpoint")
     return Saved(store.directory, found[0], *found[1])
@@ -193,25 +195,25 @@ class Fit:
 
 def fit(theirs: Mapping[str, Tensor], model: nn.Module) -> Fit:
     """Match a file's tensors with a model's: by shape and name, exactly or without PREFIXES on both sides."""
-    mine = model.state_dict()
+    model_state = model.state_dict()
     by_core: dict[str, list[str]] = {}
-    for name in mine:
+    for name in model_state:
         by_core.setdefault(_core(name), []).append(name)
-    places: dict[str, str] = {name: name for name in theirs if name in mine}
+    matches: dict[str, str] = {name: name for name in theirs if name in model_state}
     for name in theirs:
         candidates = by_core.get(_core(name), [])
         # Names that differ only in their prefixes are ambiguous, so none of them is guessed.
-        if name not in places and len(candidates) == 1 and candidates[0] not in places.values():
-            places[name] = candidates[0]
+        if name not in matches and len(candidates) == 1 and candidates[0] not in matches.values():
+            matches[name] = candidates[0]
     loaded = {}
     wrong = {}
-    for name, place in places.items():
-        here = tuple(getattr(mine[place], "shape", ()))
+    for name, match in matches.items():
+        here = tuple(getattr(model_state[match], "shape", ()))
         there = tuple(theirs[name].shape)
-        if here == there and isinstance(mine[place], Tensor):
-            loaded[place] = theirs[name]
+        if here == there and isinstance(model_state[match], Tensor):
+            loaded[match] = theirs[name]
         else:
-            wrong[place] = f"{place} is {there} in the file but {here} in the model"
+            wrong[match] = f"{match} is {there} in the file but {here} in the model"
     # A tied parameter has several names, and counts once if any of them is loaded.
     names: dict[int, tuple[int, list[str]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -219,8 +221,8 @@ def fit(theirs: Mapping[str, Tensor], model: nn.Module) -> Fit:
     elements = sum(count for count, own in names.values() if any(name in loaded for name in own))
     return Fit(
         loaded=loaded,
-        missing=tuple(name for name in mine if name not in loaded and name not in wrong),
-        unexpected=tuple(name for name in theirs if name not in places),
+        missing=tuple(name for name in model_state if name not in loaded and name not in wrong),
+        unexpected=tuple(name for name in theirs if name not in matches),
         wrong_shaped=tuple(wrong.values()),
         elements=(elements, sum(count for count, _ in names.values())),
     )
@@ -228,25 +230,25 @@ def fit(theirs: Mapping[str, Tensor], model: nn.Module) -> Fit:
 
 @dataclass(frozen=True)
 class Initial:
-    """The weights that a fresh run starts from; if `strict`, `place` must have all parameters."""
+    """The weights that a fresh run starts from; if `strict`, `source` must have all parameters."""
 
     tensors: Mapping[str, Tensor]
-    place: PurePath
+    source: PurePath
     strict: bool
 
     def load(self, strategy: Strategy, model: nn.Module) -> None:
         """Load what fits, and log what did not. Raises ConfigError if too little fits."""
         found = fit(self.tensors, model)
         (loaded, whole), share = found.elements, found.share
-        said = f"{_percent(share)} of the model's parameters ({loaded:,} of {whole:,})"
-        for line in (f"starting from {self.place}: {said}", *found.table()):
+        summary = f"{_percent(share)} of the model's parameters ({loaded:,} of {whole:,})"
+        for line in (f"starting from {self.source}: {summary}", *found.table()):
             log.info("%s", line)
         if share == 0 or (self.strict and share < 1):
             wants = "but --init-strict requires all" if share else "so nothing can be loaded from it"
             lacks = [*found.wrong_shaped, *(f"{name} is missing" for name in found.missing)][:2]
             raise ConfigError(
-                f"--init-from {self.place} has {said}, {wants} ({'; '.join(lacks)}; the table in the log has "
-                f"all); use weights of this model{', or omit --init-strict' if share else ''}"
+                f"--init-from {self.source} has {summary}, {wants} ({'; '.join(lacks)}; the table in the log "
+                f"has all); use weights of this model{', or omit --init-strict' if share else ''}"
             )
         # Parameters that the file lacks keep their initial values.
         strategy.load_model(model, found.loaded, strict=False)

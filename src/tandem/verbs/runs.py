@@ -258,11 +258,11 @@ def evaluate(options: "Namespace", environ: Environment) -> int:
     wait_passively()
     from tandem.launch.eval_command import evaluate as score
 
-    return score(options.place, options.given, environ, options.json)
+    return score(options.source, options.given, environ, options.json)
 
 
 def evaluate_options(parser: "Parser") -> None:
-    parser.add_argument("place", metavar="RUN", help="a run, or one of its checkpoints as RUN@STEP")
+    parser.add_argument("source", metavar="RUN", help="a run, or one of its checkpoints as RUN@STEP")
     parser.option("--json", bool, JSON)
     verbosity_options(parser)
 
@@ -279,23 +279,23 @@ def export(options: "Namespace", environ: Environment) -> int:
             )
         from tandem.training.export import export as write
 
-        print(printable(write(options.place, options.format, options.output)))
+        print(printable(write(options.source, options.format, options.output)))
         return FINISHED
     from tandem.launch.eval_command import settings_of
     from tandem.training.export_model import export_model
 
     def settings(saved: "Saved") -> "Settings":
         # The manifest names the task, so the settings are known only when the checkpoint has been read.
-        found, said = settings_of(saved.directory, saved.info, options.given, environ)
-        _warn([said] if said else [])
+        found, note = settings_of(saved.directory, saved.info, options.given, environ)
+        _warn([note] if note else [])
         return found
 
-    print(printable(export_model(options.place, options.format, options.output, settings)))
+    print(printable(export_model(options.source, options.format, options.output, settings)))
     return FINISHED
 
 
 def export_options(parser: "Parser") -> None:
-    parser.add_argument("place", metavar="RUN", help="a run, or one of its checkpoints as RUN@STEP")
+    parser.add_argument("source", metavar="RUN", help="a run, or one of its checkpoints as RUN@STEP")
     text = "default safetensors; onnx and hf (save_pretrained) export the model, built by its task"
     parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help=text)
     help_text = "output file (directory for hf); default RUN-step-STEP with the extension of the format"

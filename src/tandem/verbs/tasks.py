@@ -42,19 +42,19 @@ def train(options: "Namespace", environ: Environment) -> int:
 def verify_resume(options: "Namespace", environ: Environment) -> int:
     """Prove on this machine that a killed run of this task or script resumes to the same bits."""
     from tandem.config import Count, as_flags, checked, resolve
-    from tandem.launch.program import to_verify
+    from tandem.launch.program_arguments import to_verify
     from tandem.signals import StopFlag
 
     # A mistake in the script's arguments is reported before the settings are read.
     script = to_verify(options.script, options.program, options.given)
     trials = options.trials or checked(Count, "TANDEM_TRIALS", environ.get("TANDEM_TRIALS") or "3")
-    settings = _announced(resolve(options.given, environ))
+    settings = _announce_code(resolve(options.given, environ))
     environ = _on_this_host("verify-resume", environ)
     stop = StopFlag().install()
     # Imported after the flag is installed: a signal during slow imports must count as a stop.
     from tandem.verify.resume import verify
 
-    say = _says(options.json)
+    say = _printer(options.json)
     flags = as_flags(options.given)
     code, found = verify(settings, flags, environ, trials, stop, say, script)
     if options.json:
@@ -62,21 +62,21 @@ def verify_resume(options: "Namespace", environ: Environment) -> int:
     return code
 
 
-def _says(as_json: bool) -> Callable[[str], None]:
+def _printer(as_json: bool) -> Callable[[str], None]:
     """Return a function that prints progress, on standard error if standard output is for JSON."""
     return lambda line: print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
 
 
-def _announced(loaded: "Loaded") -> "Settings":
+def _announce_code(loaded: "Loaded") -> "Settings":
     """Return the settings; first print whose code is about to run if a file names the task.
 
     Raises ConfigError.
     """
-    from tandem.config.task_names import untyped
+    from tandem.config.task_names import untyped_task_note
 
-    if said := untyped(loaded):
+    if note := untyped_task_note(loaded):
         # Flushed before the import, which may crash or exit the process.
-        print(f"tandem: {said}", file=sys.stderr, flush=True)
+        print(f"tandem: {note}", file=sys.stderr, flush=True)
     return loaded.settings
 
 
@@ -103,7 +103,7 @@ def check(options: "Namespace", environ: Environment) -> int:
 
     # Checked by reading the file: importing such a script would start its training.
     if options.file and options.file.endswith(".py"):
-        from tandem.launch.program import is_own_loop
+        from tandem.launch.program_arguments import is_own_loop
 
         if is_own_loop(Path(options.file)):
             raise ConfigError(
@@ -112,9 +112,9 @@ def check(options: "Namespace", environ: Environment) -> int:
             )
     # The argument wins over --task, because it names the task that this command tests.
     given = {**options.given, **({"task": Given(options.file, "argument", "TASK")} if options.file else {})}
-    settings = _announced(resolve(given, environ))
+    settings = _announce_code(resolve(given, environ))
     environ = _on_this_host("check", environ)
-    say = _says(options.json)
+    say = _printer(options.json)
     say(CHECK.format(task=settings.run.task))  # before torch is imported, which takes seconds
     from tandem.verify.check import as_json
     from tandem.verify.check import check as look
@@ -136,10 +136,10 @@ def bench(options: "Namespace", environ: Environment) -> int:
     from tandem.config import as_flags, resolve
     from tandem.verify.bench import Wanted, compare
 
-    settings = _announced(resolve(options.given, environ))
+    settings = _announce_code(resolve(options.given, environ))
     environ = _on_this_host("bench", environ)
     wanted = Wanted.of(options.compare, options.rounds, options.output)
-    code, found = compare(settings, as_flags(options.given), environ, wanted, _says(options.json))
+    code, found = compare(settings, as_flags(options.given), environ, wanted, _printer(options.json))
     if options.json:
         print_json(found)
     return code

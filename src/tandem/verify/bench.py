@@ -66,13 +66,13 @@ class Mode:
         if reference is None or not self.samples_per_second:
             return None
         pairs = zip(self.samples_per_second, reference.samples_per_second, strict=False)
-        return round(statistics.median(mine / theirs for mine, theirs in pairs), 3)
+        return round(statistics.median(ours / theirs for ours, theirs in pairs), 3)
 
     def loss_difference(self, reference: "Mode | None") -> float | None:
         """Return the largest difference of a logged loss from the reference's."""
         if reference is None or not self.losses:
             return None
-        return max(abs(mine - theirs) for mine, theirs in zip(self.losses, reference.losses, strict=False))
+        return max(abs(ours - theirs) for ours, theirs in zip(self.losses, reference.losses, strict=False))
 
 
 @dataclass(frozen=True)

@@ -42,15 +42,15 @@ Say = Callable[[str], None]
 class Finding(NamedTuple):
     """A result of the check.
 
-    `level` is ok, note or wrong, or "2 of 4" when a part begins; `place` is such as "my_task.py line 12: ".
+    `level` is ok, note or wrong, or "2 of 4" when a part begins; `location`: "my_task.py line 12: ".
     """
 
     level: str
     text: str
-    place: str = ""
+    location: str = ""
 
     def __str__(self) -> str:
-        return f"  {self.level:<6} {self.place}{self.text}"
+        return f"  {self.level:<6} {self.location}{self.text}"
 
 
 class TaskParts:
@@ -87,7 +87,7 @@ def check(
     and the message if the task cannot start at all.
     """
     found: list[Finding] = []
-    with said_to_go_on(say) as say_now:
+    with with_progress_lines(say) as say_now:
         try:
             for finding in findings(settings, arguments, environ, stop):
                 say_now(str(finding))
@@ -105,14 +105,14 @@ def check(
 def as_json(settings: Settings, found: Sequence[Finding]) -> dict[str, object]:
     """Return what `tandem check --json` prints."""
     findings = [
-        {"level": f.level, "place": f.place.removesuffix(": ") or None, "text": f.text} for f in found
+        {"level": f.level, "place": f.location.removesuffix(": ") or None, "text": f.text} for f in found
     ]
     is_sound = all(each.level != "wrong" for each in found)
     return {"task": settings.run.task, "sound": is_sound, "findings": findings}
 
 
 @contextmanager
-def said_to_go_on(say: Say) -> Iterator[Say]:
+def with_progress_lines(say: Say) -> Iterator[Say]:
     """Yield `say`, and print a line whenever it was not called for CHECK_SAYS_SECONDS."""
     closing, lock = threading.Event(), threading.Lock()
     began = last = time.monotonic()
@@ -185,13 +185,13 @@ def compared(ranks: Sequence[ProbeResults]) -> Iterator[Finding]:
         else:
             continue
         sound = False
-        yield Finding("wrong", text, fact.place)
+        yield Finding("wrong", text, fact.location)
         break  # everything that depends on it differs too
     if sound:
         names = ", ".join(fact.name for fact in ranks[0].facts)
         yield Finding("ok", f"the same at every call and on every rank: {names}")
-    for place, text in ranks[0].unpicklable:
-        yield Finding("note", f"{text}; tandem's loaders do not need that, others may", place)
+    for location, text in ranks[0].unpicklable:
+        yield Finding("note", f"{text}; tandem's loaders do not need that, others may", location)
 
 
 def facts_of_ranks(settings: Settings, environ: Mapping[str, str], folder: Path) -> list[ProbeResults]:
@@ -216,7 +216,7 @@ def facts_of_ranks(settings: Settings, environ: Mapping[str, str], folder: Path)
 
 def _facts(process: "subprocess.Popen[str]") -> ProbeResults:
     try:
-        said, errors = process.communicate(timeout=CHECK_SECONDS)
+        output, errors = process.communicate(timeout=CHECK_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
         raise RunFailedError(
@@ -224,5 +224,7 @@ def _facts(process: "subprocess.Popen[str]") -> ProbeResults:
         ) from None
     if process.returncode != FINISHED:
         raise RunFailedError((errors.strip() or f"code {process.returncode}").splitlines()[-1], FAILED)
-    facts, unpicklable, task = json.loads(said.splitlines()[-1])
-    return ProbeResults([Fact(*each) for each in facts], [(place, text) for place, text in unpicklable], task)
+    facts, unpicklable, task = json.loads(output.splitlines()[-1])
+    return ProbeResults(
+        [Fact(*each) for each in facts], [(location, text) for location, text in unpicklable], task
+    )

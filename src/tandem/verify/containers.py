@@ -32,27 +32,27 @@ def findings(environ: Environment, namespaces: Path = USER_NAMESPACES) -> Iterat
 
 
 def _apptainer(name: str, program: str, environ: Environment, namespaces: Path) -> ConnectivityProblem:
-    works, said = _answer([program, "--version"], environ)
+    works, answer = _answer([program, "--version"], environ)
     if not works:
-        return ConnectivityProblem(name, "warn", f"{program} fails: {said}", ASK)
+        return ConnectivityProblem(name, "warn", f"{program} fails: {answer}", ASK)
     if os.geteuid() and not _has_namespaces(namespaces) and not _is_setuid(name, program):
-        return ConnectivityProblem(name, "warn", f"{said}, and {NO_NAMESPACES}", ASK_SETUID)
-    return _placed(name, said, "slurm/train-apptainer.sbatch", environ)
+        return ConnectivityProblem(name, "warn", f"{answer}, and {NO_NAMESPACES}", ASK_SETUID)
+    return _placed(name, answer, "slurm/train-apptainer.sbatch", environ)
 
 
 def _pyxis(environ: Environment, namespaces: Path) -> Iterator[ConnectivityProblem]:
     name = "pyxis"
     srun = _program("srun", environ)
     enroot = _program("enroot", environ)
-    works, said = _answer([enroot, "version"], environ) if enroot else (True, "enroot is not on PATH")
-    version = said if not enroot or not works else f"enroot {said}"
+    works, answer = _answer([enroot, "version"], environ) if enroot else (True, "enroot is not on PATH")
+    version = answer if not enroot or not works else f"enroot {answer}"
     helps, options = _answer([srun, "--help"], environ) if srun else (True, "")
     is_loaded = PYXIS_OPTION in options
     if not enroot and not is_loaded:
         return
     if not works or not helps:
         yield ConnectivityProblem(
-            name, "warn", f"{srun if works else enroot} fails: {said if helps else options}", ASK
+            name, "warn", f"{srun if works else enroot} fails: {answer if helps else options}", ASK
         )
     elif not is_loaded:
         missing = f"srun has no {PYXIS_OPTION}" if srun else "srun is not on PATH"
@@ -66,14 +66,14 @@ def _pyxis(environ: Environment, namespaces: Path) -> Iterator[ConnectivityProbl
         yield _placed(name, f"srun has {PYXIS_OPTION}, {version}", "slurm/train-pyxis.sbatch", environ)
 
 
-def _placed(name: str, said: str, file: str, environ: Environment) -> ConnectivityProblem:
+def _placed(name: str, version: str, file: str, environ: Environment) -> ConnectivityProblem:
     """Pass inside a job or without Slurm; on a login node, say how to get into a job."""
     if job := environ.get("SLURM_JOB_ID"):
-        return ConnectivityProblem(name, "pass", f"{said}, in job {job}")
+        return ConnectivityProblem(name, "pass", f"{version}, in job {job}")
     if _program("srun", environ) is None:
-        return ConnectivityProblem(name, "pass", said)
+        return ConnectivityProblem(name, "pass", version)
     remedy = f"submit {file}, or check a node with `srun tandem doctor`"
-    return ConnectivityProblem(name, "warn", f"{said}, but this is not inside an allocation", remedy)
+    return ConnectivityProblem(name, "warn", f"{version}, but this is not inside an allocation", remedy)
 
 
 def _program(name: str, environ: Environment) -> str | None:
@@ -105,5 +105,5 @@ def _has_namespaces(limit: Path) -> bool:
 def _is_setuid(name: str, program: str) -> bool:
     """Return True if the setuid helper is installed next to the program."""
     prefix = Path(program).resolve().parents[1]
-    places = ("libexec", "lib", f"lib/{platform.machine()}-linux-gnu")
-    return any((prefix / place / name / "bin" / "starter-suid").is_file() for place in places)
+    folders = ("libexec", "lib", f"lib/{platform.machine()}-linux-gnu")
+    return any((prefix / folder / name / "bin" / "starter-suid").is_file() for folder in folders)

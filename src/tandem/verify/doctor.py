@@ -46,26 +46,29 @@ class Diagnosis(NamedTuple):
 
     def as_text(self) -> str:
         """Format one line per fact and finding, with a remedy below each problem."""
-        lines = [f"{name:<10} {said}" for name, said in self.facts.items()] + [""]
+        lines = [f"{name:<10} {value}" for name, value in self.facts.items()] + [""]
         for each in self.findings:
-            lines.append(f"{each.state}  {each.name:<12} {each.said}")
+            lines.append(f"{each.state}  {each.name:<12} {each.text}")
             lines += [f"{'':<19}{each.remedy}"] if each.state != "pass" else []
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, object]:
         """{"state", "facts": {name: text}, "checks": [{"name", "state", "said", "remedy"}]}."""
-        checks = [each._asdict() for each in self.findings]
+        checks = [
+            {"name": each.name, "state": each.state, "said": each.text, "remedy": each.remedy}
+            for each in self.findings
+        ]
         return {"state": self.state, "facts": self.facts, "checks": checks}
 
 
 def diagnose(settings: Settings, environ: Environment) -> Diagnosis:
     """Return all facts and checks; a fact that cannot be determined says why in its own line."""
     facts = dict(_lines(settings, environ))
-    checks = [*_place(settings, environ), *findings(settings), *containers.findings(environ)]
+    checks = [*_position_checks(settings, environ), *findings(settings), *containers.findings(environ)]
     return Diagnosis(facts, checks)
 
 
-def _place(settings: Settings, environ: Environment) -> Iterator[ConnectivityProblem]:
+def _position_checks(settings: Settings, environ: Environment) -> Iterator[ConnectivityProblem]:
     """Check this node's position, and whether it can reach the others."""
     nproc = settings.launch.nproc
     ranks = max(1, torch.cuda.device_count()) if nproc == "auto" else int(nproc)
@@ -126,14 +129,14 @@ def memory(root: Path) -> str:
     """Return the memory in GiB, and a container's lower limit; `root` contains proc and sys."""
     lines = (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()
     kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
-    said = f"{kib['MemTotal'] * 1024 / GIB:.1f} GiB, {kib['MemAvailable'] * 1024 / GIB:.1f} available"
+    text = f"{kib['MemTotal'] * 1024 / GIB:.1f} GiB, {kib['MemAvailable'] * 1024 / GIB:.1f} available"
     for name in MEMORY_LIMITS:
         if (root / name).is_file():
             limit = (root / name).read_text(encoding="utf-8").strip()
             if limit.isdigit() and int(limit) < min(NO_LIMIT_BYTES, kib["MemTotal"] * 1024):
-                said += f", limited to {int(limit) / GIB:.1f}"
+                text += f", limited to {int(limit) / GIB:.1f}"
             break
-    return said
+    return text
 
 
 def _space(folder: Path) -> str:

@@ -30,11 +30,11 @@ TRIED_BYTES = MIB
 def findings(settings: Settings) -> Iterator[ConnectivityProblem]:
     """Yield all checks that need no other machine."""
     yield shared_memory(Path("/dev/shm"), settings.data.workers)
-    place = settings.run.run_dir
+    run_dir = settings.run.run_dir
     saves = list[dict[str, object]]()
-    run = RunDir(place or "runs")
+    run = RunDir(run_dir or "runs")
     if not run.is_here:
-        yield ConnectivityProblem("run volume", "pass", f"{place} is an object store, not checked here")
+        yield ConnectivityProblem("run volume", "pass", f"{run_dir} is an object store, not checked here")
     else:
         saves = [line for line in run.events() if line.get("kind") == "checkpoint"]
         yield from volume(run.folder, max((_number(each, "bytes") for each in saves), default=0.0))
@@ -50,15 +50,15 @@ def shared_memory(folder: Path, workers: Literal["auto"] | int) -> ConnectivityP
         free = shutil.disk_usage(folder).free
     except OSError as error:
         return ConnectivityProblem(name, "warn", f"{folder}: {error.strerror}", remedy)
-    said = f"{folder} has {free / MIB:,.0f} MiB free"
+    text = f"{folder} has {free / MIB:,.0f} MiB free"
     if free < ENOUGH_SHARED_BYTES and workers == "auto":
-        return ConnectivityProblem(name, "warn", f"{said}; --workers auto", f"{remedy}, or --workers 0")
+        return ConnectivityProblem(name, "warn", f"{text}; --workers auto", f"{remedy}, or --workers 0")
     if free < ENOUGH_SHARED_BYTES and workers:
         processes = "1 loader process" if workers == 1 else f"{workers} loader processes"
-        return ConnectivityProblem(name, "warn", f"{said}; {processes}", f"{remedy}, or --workers 0")
+        return ConnectivityProblem(name, "warn", f"{text}; {processes}", f"{remedy}, or --workers 0")
     if free < ENOUGH_SHARED_BYTES:
-        return ConnectivityProblem(name, "warn", said, remedy)
-    return ConnectivityProblem(name, "pass", said)
+        return ConnectivityProblem(name, "warn", text, remedy)
+    return ConnectivityProblem(name, "pass", text)
 
 
 def volume(run_dir: Path, save_bytes: float) -> Iterator[ConnectivityProblem]:
@@ -77,16 +77,16 @@ def volume(run_dir: Path, save_bytes: float) -> Iterator[ConnectivityProblem]:
     if owner.state == "fail":
         return
     usage = shutil.disk_usage(there)
-    said = f"{there}: {usage.free / MIB:,.0f} of {usage.total / MIB:,.0f} MiB are free"
+    text = f"{there}: {usage.free / MIB:,.0f} of {usage.total / MIB:,.0f} MiB are free"
     remedy = "free space, prune (`tandem checkpoints prune RUN_DIR`), or use another --run-dir"
-    said += f", a checkpoint needs {save_bytes / MIB:,.1f}" if save_bytes else ""
+    text += f", a checkpoint needs {save_bytes / MIB:,.1f}" if save_bytes else ""
     if usage.free < max(save_bytes, 2 * TRIED_BYTES):
-        yield ConnectivityProblem("space", "fail", said, remedy)
+        yield ConnectivityProblem("space", "fail", text, remedy)
         return
     if usage.free < max(2 * save_bytes, ENOUGH_SPACE_BYTES):
-        yield ConnectivityProblem("space", "warn", said, remedy)
+        yield ConnectivityProblem("space", "warn", text, remedy)
     else:
-        yield ConnectivityProblem("space", "pass", said)
+        yield ConnectivityProblem("space", "pass", text)
     yield _written(there)
 
 
@@ -136,9 +136,9 @@ def _written(folder: Path) -> ConnectivityProblem:
     ahead = began - written if began > written else min(0.0, began + seconds - written)
     if abs(ahead) > CLOCK_SKEW_SECONDS:
         when = "before" if ahead > 0 else "after"
-        said = f"files in {folder} are dated {abs(ahead):.0f} s {when} this clock"
+        text = f"files in {folder} are dated {abs(ahead):.0f} s {when} this clock"
         return ConnectivityProblem(
-            "clock", "warn", said, "synchronize the clocks of this node and its file server"
+            "clock", "warn", text, "synchronize the clocks of this node and its file server"
         )
     return ConnectivityProblem(
         name, "pass", f"{folder}: 1 MiB written, synced and renamed in {format_duration(seconds)}"
@@ -148,20 +148,20 @@ def _written(folder: Path) -> ConnectivityProblem:
 def grace(shutdown_timeout: float, save_seconds: list[float]) -> ConnectivityProblem:
     """Check that a save fits into --shutdown-timeout, by the longest save of this run."""
     name = "grace"
-    said = f"--shutdown-timeout {shutdown_timeout:g} s"
+    text = f"--shutdown-timeout {shutdown_timeout:g} s"
     outer = f"the platform's own grace period {shutdown_timeout + LEAVE_SECONDS:g} s or more"
     if not save_seconds:
         return ConnectivityProblem(
-            name, "pass", f"{said}; no save of this run has been measured yet; {outer}"
+            name, "pass", f"{text}; no save of this run has been measured yet; {outer}"
         )
     longest = max(save_seconds)
-    said = f"{said}, and the longest of {counted(len(save_seconds), 'save')} took {format_duration(longest)}"
+    text = f"{text}, and the longest of {counted(len(save_seconds), 'save')} took {format_duration(longest)}"
     remedy = f"--shutdown-timeout {max(5, round(3 * longest))}, and the platform's grace period 10 s above it"
     if longest > shutdown_timeout:
-        return ConnectivityProblem(name, "fail", said, remedy)
+        return ConnectivityProblem(name, "fail", text, remedy)
     if 2 * longest > shutdown_timeout:  # one save may be in progress when the signal arrives
-        return ConnectivityProblem(name, "warn", said, remedy)
-    return ConnectivityProblem(name, "pass", f"{said}; {outer}")
+        return ConnectivityProblem(name, "warn", text, remedy)
+    return ConnectivityProblem(name, "pass", f"{text}; {outer}")
 
 
 def gpus(device: str) -> ConnectivityProblem:

@@ -68,18 +68,18 @@ def difference(one: Outcome, other: Outcome) -> str | None:
     nothing: dict[str, Any] = {}
     for here, there in zip_longest(one.losses, other.losses, fillvalue=nothing):
         if here != there:
-            step, (mine, theirs) = here.get("step", there.get("step")), (flat(here), flat(there))
-            name = next(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
+            step, (ours, theirs) = here.get("step", there.get("step")), (flat(here), flat(there))
+            name = next(name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name))
             shown = name.removeprefix("scores.").removeprefix("eval.")
-            values = (str(each.get(name, "missing")) for each in (theirs, mine))
+            values = (str(each.get(name, "missing")) for each in (theirs, ours))
             found.append(f"`{shown}` differs at step {step}: {' instead of '.join(values)}")
             break
-    for part, mine, theirs in (
+    for part, ours, theirs in (
         ("weights", one.weights, other.weights),
         ("tensors and numbers of the state", one.state, other.state),
     ):
-        names = [*mine, *(name for name in theirs if name not in mine)]
-        differing = [n for n in names if n not in mine or n not in theirs or not _same(mine[n], theirs[n])]
+        names = [*ours, *(name for name in theirs if name not in ours)]
+        differing = [n for n in names if n not in ours or n not in theirs or not _same(ours[n], theirs[n])]
         if differing:
             differ = "differs" if len(differing) == 1 else "differ"
             found.append(

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tandem.config import Settings
-from tandem.data.kinds import begins_anew, training_data
+from tandem.data.kinds import can_be_read_again, training_data
 from tandem.data.seeds import seed_micro_step, seed_model
 from tandem.data.source import BatchReader
 from tandem.data.step_context import WithStepContext
@@ -32,10 +32,10 @@ BATCHES = 2
 
 
 class Fact(NamedTuple):
-    """A fact: `name`, the `place` it comes from, and its digests at the first and second call."""
+    """A fact: `name`, the `location` it comes from, and its digests at the first and second call."""
 
     name: str
-    place: str
+    location: str
     first: str
     second: str
 
@@ -79,20 +79,20 @@ def _facts_in(world: ProcessGroup, settings: Settings) -> ProbeResults:
         return made
 
     facts = []
-    if not hasattr(datasets.train, "of_rank") and begins_anew(datasets.train, 0, 1):
+    if not hasattr(datasets.train, "of_rank") and can_be_read_again(datasets.train, 0, 1):
         seen = [batches(), batches()]
         facts.append(_fact("samples", samples_at(made, task, datasets.train), lambda n: seen[n]))
     facts.append(_fact("first weights", line_of(task.build_model), lambda _: model().state_dict()))
     if facts[0].name == "samples":
 
         def loss(number: int) -> Any:
-            learner = model().train()
+            module = model().train()
             seed_micro_step(run.seed, 0, 0, 0)
             met: list[str] = []
             with CollectiveObserver(lambda name, shapes: met.append(name)):
-                value, _ = loss_and_sums(task.loss, task.loss(learner, seen[0][0][0]), trains=True)
+                value, _ = loss_and_sums(task.loss, task.loss(module, seen[0][0][0]), trains=True)
             value.backward()  # type: ignore[no-untyped-call]
-            found = [value.detach(), *(each.grad for each in learner.parameters())]
+            found = [value.detach(), *(each.grad for each in module.parameters())]
             if not met:
                 return found
             # Ranks differ before the collective.
@@ -102,8 +102,8 @@ def _facts_in(world: ProcessGroup, settings: Settings) -> ProbeResults:
     return ProbeResults(facts, unpicklable(task, datasets), line_of(task.build_model))
 
 
-def _fact(name: str, place: str, make: Callable[[int], Any]) -> Fact:
-    return Fact(name, place, *(digest(flat(make(number)))[:12] for number in (0, 1)))
+def _fact(name: str, location: str, make: Callable[[int], Any]) -> Fact:
+    return Fact(name, location, *(digest(flat(make(number)))[:12] for number in (0, 1)))
 
 
 def unpicklable(task: WholeTask, datasets: Any) -> list[tuple[str, str]]:
@@ -115,8 +115,8 @@ def unpicklable(task: WholeTask, datasets: Any) -> list[tuple[str, str]]:
         try:
             pickle.dumps(part)
         except Exception as error:  # pickle raises whatever a part's own __reduce__ raises
-            place = line_of(task.collate if name == "collate" and task.collate else task.build_datasets)
-            found.append((place, f"{name}, {kind(part)}, cannot be pickled: {error}"))
+            location = line_of(task.collate if name == "collate" and task.collate else task.build_datasets)
+            found.append((location, f"{name}, {kind(part)}, cannot be pickled: {error}"))
     return found
 
 

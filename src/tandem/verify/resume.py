@@ -46,8 +46,8 @@ class Trial:
             for step, rank in self.kills
         )
         resumed = " and ".join(map(str, self.resumed_from)) or "0"
-        verdict = self.difference or "same weights, state and losses"
-        return f"killed {done}, resumed from {resumed}: {verdict}"
+        outcome = self.difference or "same weights, state and losses"
+        return f"killed {done}, resumed from {resumed}: {outcome}"
 
     def as_json(self) -> dict[str, object]:
         """Return {"kills": [{"step", "rank"}], "resumed_from": [step], "difference"}.
@@ -199,7 +199,7 @@ class Runner:
                 run.finish(self._stop)
             except RunFailedError as error:
                 trial.difference = f"it could not resume: {error}"
-        if run.was_through(baseline.step):
+        if run.had_finished(baseline.step):
             raise EndedFirstError
         trial.resumed_from = run.resumed_from()
         if trial.difference is None:

@@ -93,7 +93,7 @@ class WatchedRun:
         """Return the names of values that a script keeps and that differ between ranks."""
         return [str(name) for event in self._events("kept_differs") for name in event.get("names", ())]
 
-    def was_through(self, last_step: int) -> bool:
+    def had_finished(self, last_step: int) -> bool:
         """Return True if `last_step` was done before the last kill, so that nothing was left to resume."""
         return len(self._events("training")) <= self._generations and self._logged_step() >= last_step
 

@@ -13,7 +13,7 @@ from tandem.platforms.placement import Placement
 from tandem.signals import StopFlag
 from tandem.work.root_cause import Cause
 
-THERE = NOTHING, SAVED, TRAINED = "nothing", "saved", "trained"
+PROGRESS = NOTHING, SAVED, TRAINED = "nothing", "saved", "trained"
 """What there is of a run when a generation starts.
 
 Nothing, the checkpoint that it resumes from, or newer state in node 0's memory, which a stop must not lose.
@@ -81,7 +81,7 @@ class Workload(Protocol):
         """
 
     def progress(self, has_trained: bool, resume: ResumeDecision) -> str:
-        """Return what there is of the run (one of THERE); `has_trained`: a rank has reported its plan."""
+        """Return what there is of the run (one of PROGRESS); `has_trained`: a rank has reported its plan."""
 
     def is_done(self) -> bool:
         """Return whether a job result of 0 is plausible, as node 0 sees the run."""
@@ -96,15 +96,15 @@ class Workload(Protocol):
         """Return what node 0 prints last about a run that ended with `code`; "" if the ranks have said it."""
 
 
-def place_of(position: Any) -> tuple[int, ...] | None:
+def rank_identity(position: Any) -> tuple[int, ...] | None:
     """Return what a script may read about its rank when it is imported: a standby key for scripts."""
     return position and (position.rank, position.local_rank, position.world_size, position.nodes)
 
 
-def gpu_of(position: Any) -> int | None:
+def gpu_index(position: Any) -> int | None:
     """Return the number of a rank's GPU: a standby key for processes with an open CUDA context."""
     return position and int(position.local_rank)
 
 
-def nothing_of(_position: Any) -> None:
+def any_rank(_position: Any) -> None:
     """Return the same key for every rank: a standby process may then become any rank."""

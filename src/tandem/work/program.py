@@ -34,7 +34,7 @@ from tandem.script.environment import error_file
 from tandem.script.job import Job, Program
 from tandem.text import shown
 from tandem.timeouts import MONITOR_SECONDS, OTHERS_SECONDS
-from tandem.work.base import TRAINED, GenerationEnd, place_of
+from tandem.work.base import TRAINED, GenerationEnd, rank_identity
 from tandem.work.root_cause import Cause, choose, failures, is_of_tandem, last_words
 
 log = logging.getLogger("tandem.launch")
@@ -53,7 +53,7 @@ class ProgramWork:
     charges_all = True
     rank_entry = "tandem.script.rank:run_rank"
     warm_up = "tandem.script.rank:warm_up"
-    standby_key: Callable[..., object] = staticmethod(place_of)
+    standby_key: Callable[..., object] = staticmethod(rank_identity)
 
     def __init__(
         self,
@@ -128,8 +128,8 @@ class ProgramWork:
     def last_line(self, code: int, restarts: int) -> str:
         if code == MISCONFIGURED:
             with contextlib.suppress(OSError):
-                said = tail(self._run.rank_log(0), 4000)[0].decode(errors="replace").splitlines()
-                if said and (hint := self._hint(said[-1])):
+                lines = tail(self._run.rank_log(0), 4000)[0].decode(errors="replace").splitlines()
+                if lines and (hint := self._hint(lines[-1])):
                     return f"tandem: {hint}"
         if code not in (FINISHED, STOPPED):
             return ""

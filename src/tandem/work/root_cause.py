@@ -78,10 +78,10 @@ class Cause:
     def in_one_line(self) -> str:
         """Return the cause on one line, with the rank's error if its last line has one."""
         last = self.lines[-1] if self.lines else ""
-        said = WHOSE.sub("", last)
-        return f"{self}: {said}" if is_of_tandem(last) or ERROR.match(said) else str(self)
+        error = WHOSE.sub("", last)
+        return f"{self}: {error}" if is_of_tandem(last) or ERROR.match(error) else str(self)
 
-    def told(self) -> str:
+    def with_traceback(self) -> str:
         """Return the cause with the last lines of the rank's traceback below it."""
         return "\n  ".join([f"{self}{':' if self.lines else ''}", *self.lines])
 

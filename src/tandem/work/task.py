@@ -10,8 +10,8 @@ from tandem.data.batch_shares import check_even
 from tandem.errors import PEER_LOST, CheckpointError, ConfigError, is_retried, job_code
 from tandem.platforms.placement import Placement
 from tandem.run.directory import RunDir
-from tandem.slow_start import still
-from tandem.work.base import NOTHING, SAVED, TRAINED, GenerationEnd, gpu_of, nothing_of
+from tandem.slow_start import log_if_slow
+from tandem.work.base import NOTHING, SAVED, TRAINED, GenerationEnd, any_rank, gpu_index
 from tandem.work.root_cause import Cause
 
 # A name, not an import: importing it imports torch, which reads variables that the agent sets first.
@@ -38,7 +38,7 @@ class TaskWork:
         self.warm_up = f"{module}:warm_up"
         self.job = TaskJob(settings.to_dict(), frozenset(chosen))
         self.preload: Sequence[str] = ["tandem.launch.preload", module]
-        self.standby_key: Callable[..., object] = gpu_of if settings.launch.warm_gpu else nothing_of
+        self.standby_key: Callable[..., object] = gpu_index if settings.launch.warm_gpu else any_rank
         self.is_retried = is_retried
 
     def check(self, placement: Placement, gpus: Callable[[], Sequence[str]]) -> None:
@@ -92,11 +92,11 @@ class TaskWork:
             )
         decision = None
         if placement.node_rank == 0:
-            with still("reading the checkpoints"):
+            with log_if_slow("reading the checkpoints"):
                 decision = self._run.decide(self._settings)
             if decision.kind == "complete":
                 return decision
-        with still(f"importing the task {asked.task}"):
+        with log_if_slow(f"importing the task {asked.task}"):
             load_task(asked.task, asked.task_fields, data.data_dir, data.download)
         return decision
 

@@ -1,8 +1,8 @@
 """Checkpoints in a local directory or on a mounted volume: complete and on disk, or not there at all.
 
-step-000000500/            an entry, renamed into place with all its files .tmp-...                   being
-written or removed, or left by a killed writer; never read .replaced-step-000000500   the old entry while a
-second save of the same step is renamed into place
+step-000000500/              an entry, renamed into place with all its files
+.tmp-...                     being written or removed, or left by a killed writer; never read
+.replaced-step-000000500/    the old entry, while a second save of its step is renamed into place
 """
 
 import errno
@@ -23,7 +23,7 @@ from tandem.checkpoint.storage.protocol import (
     Payload,
     Sink,
     StorageReader,
-    unstale,
+    retry_stale,
 )
 from tandem.paths import exists, is_directory
 
@@ -59,7 +59,7 @@ class Folder:
         self._anchored: Path | None = None  # this directory's name and those above it are on disk
 
     def list(self, directory: PurePath) -> dict[str, dict[str, int]]:
-        return unstale(lambda: _entries(Path(directory)))
+        return retry_stale(lambda: _entries(Path(directory)))
 
     def open(self, path: PurePath, from_disk: bool = False) -> StorageReader:
         path = Path(path)
@@ -84,8 +84,8 @@ class Folder:
         success. The retry therefore writes everything again, to new files.
         """
         target = Path(target)
-        unstale(lambda: self._prepare(target.parent))
-        if not replace and unstale(lambda: exists(target)):
+        retry_stale(lambda: self._prepare(target.parent))
+        if not replace and retry_stale(lambda: exists(target)):
             raise FileExistsError(errno.EEXIST, "another writer has already saved this step")
         try:
             return self._write(target, payload, manifest)
@@ -123,7 +123,7 @@ class Folder:
             _repair(Path(directory))
             _sweep(Path(directory), ".tmp-pruned-*")
 
-        unstale(once)
+        retry_stale(once)
 
     def rename(self, source: PurePath, target: PurePath) -> None:
         source = Path(source)
@@ -140,7 +140,7 @@ class Folder:
 
     def remove(self, entries: Sequence[PurePath]) -> None:
         if entries:
-            unstale(lambda: _remove([Path(entry) for entry in entries]))
+            retry_stale(lambda: _remove([Path(entry) for entry in entries]))
 
 
 def _has_data(descriptor: int) -> bool:

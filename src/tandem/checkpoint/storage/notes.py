@@ -14,7 +14,7 @@ from typing import Protocol
 
 from tandem.bounded_reader import opened
 from tandem.checkpoint.storage import remote_at
-from tandem.checkpoint.storage.protocol import unstale
+from tandem.checkpoint.storage.protocol import retry_stale
 from tandem.config.address import RemotePath
 from tandem.paths import is_directory
 
@@ -60,7 +60,7 @@ class FolderNotes:
         return self._folder / f"{number:09d}"
 
     def numbers(self) -> list[int]:
-        return unstale(lambda: _numbers(os.listdir(self._folder) if is_directory(self._folder) else []))
+        return retry_stale(lambda: _numbers(os.listdir(self._folder) if is_directory(self._folder) else []))
 
     def read(self, number: int) -> bytes | None:
         def once() -> bytes:
@@ -69,7 +69,7 @@ class FolderNotes:
                 return file.read(LARGEST_BYTES)
 
         with suppress(FileNotFoundError):
-            return unstale(once)
+            return retry_stale(once)
         return None
 
     def create(self, number: int, content: bytes) -> bool:

@@ -20,7 +20,7 @@ from tandem.timeouts import LEFT_OVER_SECONDS
 INSTALL = {"s3": "'tandem-train[s3]'", "gs": "gcsfs", "az": "adlfs"}
 
 
-def ask(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def call_client(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Return `call(...)`; convert any error of a client library to an OSError with a one-line message."""
     try:
         return call(*arguments, **options)
@@ -28,9 +28,9 @@ def ask(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         raise
     except Exception as error:
         name = type(error).__name__
-        said = (str(error) or "no answer").splitlines()[0]
+        reason = (str(error) or "no answer").splitlines()[0]
         # The store treats EBADMSG as damage, and other errors as a failing volume.
-        raise OSError(errno.EBADMSG if "Checksum" in name else errno.EIO, f"{name}: {said}") from error
+        raise OSError(errno.EBADMSG if "Checksum" in name else errno.EIO, f"{name}: {reason}") from error
 
 
 class _Reader:
@@ -41,7 +41,7 @@ class _Reader:
         self.size = int(file.size)
 
     def read(self, size: int = -1, /) -> bytes:
-        return bytes(ask(self._file.read, size))
+        return bytes(call_client(self._file.read, size))
 
     def close(self) -> None:
         self._file.close()
@@ -79,22 +79,22 @@ class Objects:
         """Return {key below `directory`: bytes}."""
         prefix = self._fs._strip_protocol(str(directory)) + "/"
         with suppress(FileNotFoundError):
-            found = ask(self._fs.find, str(directory), detail=True)
+            found = call_client(self._fs.find, str(directory), detail=True)
             return {key.removeprefix(prefix): int(info["size"]) for key, info in found.items()}
         return {}
 
     def open(self, path: PurePath, from_disk: bool = False) -> StorageReader:
-        return _Reader(ask(self._fs.open, str(path), "rb"))
+        return _Reader(call_client(self._fs.open, str(path), "rb"))
 
     def read(self, path: PurePath) -> bytes | None:
         """Return the contents of a small object; None if it does not exist."""
         with suppress(FileNotFoundError):
-            return bytes(ask(self._fs.cat_file, str(path)))
+            return bytes(call_client(self._fs.cat_file, str(path)))
         return None
 
     def write(self, path: PurePath, data: bytes, mode: str = "overwrite") -> None:
         """Upload an object. `mode` "create": only if none exists, on servers that support the condition."""
-        ask(self._fs.pipe_file, str(path), data, mode=mode)
+        call_client(self._fs.pipe_file, str(path), data, mode=mode)
 
     def create(self, path: PurePath, data: bytes) -> bool:
         """Create an object unless one exists; return True if the existing object is now this one."""
@@ -131,18 +131,18 @@ class Objects:
         return sink.bytes + len(raw)
 
     def _upload(self, path: str, payload: Payload) -> Sink:
-        file = ask(self._fs.open, path, "wb")
-        sink = Sink(lambda data: ask(file.write, data))
+        file = call_client(self._fs.open, path, "wb")
+        sink = Sink(lambda data: call_client(file.write, data))
         try:
             sink.take(payload)
-            ask(file.close)
+            call_client(file.close)
         except BaseException:
             with suppress(AttributeError):  # not all file classes of fsspec allow setting it
                 file.closed = True  # otherwise the destructor uploads the incomplete data
             with suppress(Exception):
                 file.discard()
             raise
-        if (size := ask(self._fs.info, path)["size"]) != sink.bytes:
+        if (size := call_client(self._fs.info, path)["size"]) != sink.bytes:
             raise OSError(errno.EIO, f"only {size} of {sink.bytes} bytes were uploaded")
         return sink
 
@@ -151,13 +151,13 @@ class Objects:
         before = datetime.now(UTC) - timedelta(seconds=LEFT_OVER_SECONDS)
         for entry, names in self.list(directory).items():
             for path in [directory / entry / name for name in names if MANIFEST not in names]:
-                if ask(self._fs.modified, str(path)) < before:
-                    ask(self._fs.rm_file, str(path))
+                if call_client(self._fs.modified, str(path)) < before:
+                    call_client(self._fs.rm_file, str(path))
 
     def rename(self, source: PurePath, target: PurePath) -> None:
         # The manifest is copied last and removed first, so no step ever has a manifest without its state.
         for key in sorted(self._keys(source), key=lambda key: key.endswith(MANIFEST)):
-            ask(self._fs.cp_file, str(source / key), str(target / key))
+            call_client(self._fs.cp_file, str(source / key), str(target / key))
         self.remove([source])
 
     def remove(self, entries: Sequence[PurePath]) -> None:
@@ -168,4 +168,4 @@ class Objects:
         """Delete these objects below `directory`, in this order; missing ones are skipped."""
         for key in keys:
             with suppress(FileNotFoundError):
-                ask(self._fs.rm_file, str(directory / key))
+                call_client(self._fs.rm_file, str(directory / key))

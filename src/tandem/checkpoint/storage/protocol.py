@@ -61,7 +61,7 @@ Entries = dict[str, dict[str, object]]
 """{file name: its `Sink.entry`}"""
 
 
-def unstale(action: Callable[[], T]) -> T:
+def retry_stale(action: Callable[[], T]) -> T:
     """Return `action()`; retry if NFS reports ESTALE, because a new lookup gets fresh handles."""
     for _ in range(STALE_TRIES - 1):
         try:

@@ -112,12 +112,14 @@ class PowerSGD:
         device = self._group.device
         self._qs = {name: q.to(device).clone() for name, q in state.get("q", {}).items()}
         for name, errors in state.get("errors", {}).items():
-            mine = errors[self._group.rank] if len(errors) == self._group.size else sum(errors) / len(errors)
-            self._errors[name] = mine.to(device).clone()
+            own_error = (
+                errors[self._group.rank] if len(errors) == self._group.size else sum(errors) / len(errors)
+            )
+            self._errors[name] = own_error.to(device).clone()
 
-    def _gathered(self, mine: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(mine) for _ in range(self._group.size)] if self._group.is_first else None
-        dist.gather(mine, parts)
+    def _gathered(self, tensor: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(self._group.size)] if self._group.is_first else None
+        dist.gather(tensor, parts)
         return [part.cpu() for part in parts or ()]
 
     def _is_worth_it(self, parameter: Tensor) -> bool:

@@ -56,7 +56,7 @@ def check_together(exchange: ExchangeConfig, compute: ComputeConfig) -> None:
 
 def load_to_evaluate(name: str, group: ProcessGroup) -> Strategy:
     """Load a strategy to evaluate weights that were trained under `name`, on any number of ranks."""
-    if not _class(name).shares_parameters:  # each rank has the whole model, so the number of ranks may differ
+    if not _class(name).shards_parameters:  # each rank has the whole model, so the number of ranks may differ
         name = "single" if group.size == 1 else "ddp"
     return load(name, group)
 
@@ -64,7 +64,7 @@ def load_to_evaluate(name: str, group: ProcessGroup) -> Strategy:
 def waits_inside(strategy: Strategy, model: nn.Module) -> bool:
     """Return True if a forward pass on GPUs waits for others: for shards, DDP's buffers or SyncBatchNorm."""
     layers = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
-    return layers or strategy.shares_parameters or has_buffers_beside_batchnorm(model)
+    return layers or strategy.shards_parameters or has_buffers_beside_batchnorm(model)
 
 
 def preload(name: str) -> None:

@@ -1,13 +1,13 @@
 """The interface of a strategy: all of a step and a state that depends on how the model is distributed.
 
     strategy = load(name, group)                 the group is open
-    model = strategy.spread(model)               before the optimizer is built
-    optimizer = strategy.spread_optimizer(...)   once, when it has been built
+    model = strategy.shard(model)                before the optimizer is built
+    optimizer = strategy.shard_optimizer(...)    once, when it has been built
     strategy.load_model, strategy.load_optimizer resume
     strategy.wrap(...)                           before the first step
     each micro-batch: with strategy.micro_step(is_last): strategy.forward(...), then backward
     after the last:   strategy.exchange(...), then norm or clip, then the optimizer
-    strategy.whole(...)                          to save, and for the digest at the end
+    strategy.gather_full(...)                    to save, and for the digest at the end
 
 All ranks call each method at the same point, unless its docstring says that it needs no communication.
 """
@@ -28,12 +28,12 @@ class Strategy(Protocol):
     `exchange_state`.
     """
 
-    shares_parameters: bool
+    shards_parameters: bool
     """True if this rank has only its shard of the parameters.
 
     Then there are no replicas to compare, and every forward pass needs all ranks, in evaluation too.
     """
-    shares_state: bool
+    shards_state: bool
     """True if no rank has the whole state of model and optimizer.
 
     Then there are no in-memory snapshots, and a restart goes back to a checkpoint.
@@ -41,12 +41,12 @@ class Strategy(Protocol):
     checks_gradients: bool
     """True if a parameter without a gradient after a step is rejected, unless --find-unused is set."""
 
-    def spread(self, model: nn.Module) -> nn.Module:
+    def shard(self, model: nn.Module) -> nn.Module:
         """Return the model to train, which may have other parameters."""
         ...
 
-    def spread_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the optimizer to use, given one built for the result of `spread`; usually unchanged."""
+    def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return the optimizer to use, given one built for the result of `shard`; usually unchanged."""
         ...
 
     def compiled(self, model: nn.Module, mode: str) -> nn.Module:
@@ -103,7 +103,7 @@ class Strategy(Protocol):
         """Run a backward pass outside `micro_step`, to count its work; the caller resets all gradients."""
         ...
 
-    def whole(self, state: dict[str, Any]) -> dict[str, Any]:
+    def gather_full(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return state dicts of model and optimizer with full tensors, which every strategy can load.
 
         They are complete on rank 0; the other ranks take part.

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tandem.config.slices import ExchangeConfig
 from tandem.distributed.compression import compression, ddp_arguments
-from tandem.distributed.consensus import left_out, pack
+from tandem.distributed.consensus import is_skipped, pack
 from tandem.distributed.group import ProcessGroup, has_buffers_beside_batchnorm
 from tandem.distributed.strategy import single
 from tandem.errors import ConfigError, TandemError
@@ -74,9 +74,9 @@ class DDPStrategy(single.SingleStrategy):
         self._exchange = exchange
         self._compression = compression(exchange, self._group)
         # Each rank has its own errors, so only a checkpoint has the whole state.
-        self.shares_state = self._compression is not None and self._compression.remembers
+        self.shards_state = self._compression is not None and self._compression.remembers
 
-    def spread(self, model: nn.Module) -> nn.Module:
+    def shard(self, model: nn.Module) -> nn.Module:
         # The wrappers add prefixes to these names; messages show the model's own.
         self._named = dict(model.named_parameters())
         return model
@@ -135,12 +135,12 @@ class DDPStrategy(single.SingleStrategy):
                 "requires_grad_(False), or use --find-unused"
             )
 
-    def _without_gradient(self, said: str) -> list[str]:
+    def _without_gradient(self, message: str) -> list[str]:
         """Return the names in DDP's error, which lists indices among the parameters that it reduces."""
-        places = re.search(r"did not receive grad for rank \d+: ([\d ]+)", said)
+        indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
         names = {id(p): name for name, p in self._named.items()}
         trained = [names.get(id(p), "") for p in self._ddp.parameters() if p.requires_grad]
-        return [trained[int(place)] for place in places[1].split()] if places else ["some parameters"]
+        return [trained[int(index)] for index in indices[1].split()] if indices else ["some parameters"]
 
     def exchange(self, gradients_not_finite: Tensor) -> Tensor:
         """Return the slots.
@@ -150,7 +150,7 @@ class DDPStrategy(single.SingleStrategy):
         assert self._carrier.grad is not None
         exchanged = torch.cat([self._carrier.grad, gradients_not_finite.reshape(1)])
         if self._compression is not None:
-            self._compression.keep(left_out(exchanged))
+            self._compression.keep(is_skipped(exchanged))
         return exchanged
 
     def reset(self) -> None:

@@ -25,8 +25,8 @@ from tandem.errors import ConfigError
 class FSDPStrategy(single.SingleStrategy):
     """Every rank holds its shard and processes its part of the batch."""
 
-    shares_parameters = True
-    shares_state = True
+    shards_parameters = True
+    shards_state = True
     has_one_device = True
     _compiles: Sequence[nn.Module] = ()
 
@@ -38,7 +38,7 @@ class FSDPStrategy(single.SingleStrategy):
                 "of those, or use --strategy ddp"
             )
 
-    def spread(self, model: nn.Module) -> nn.Module:
+    def shard(self, model: nn.Module) -> nn.Module:
         """Shard the model; as with DDP, rank 0's values are used."""
         self._buffers = [*model.buffers()] if has_buffers_beside_batchnorm(model) else []
         with torch.no_grad():
@@ -103,14 +103,14 @@ class FSDPStrategy(single.SingleStrategy):
         # The forward pass uses the gathered parameters. autograd.grad would find no path to the sharded ones.
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def whole(self, state: dict[str, Any]) -> dict[str, Any]:
+    def gather_full(self, state: dict[str, Any]) -> dict[str, Any]:
         """Gather one tensor at a time, so that no GPU holds more than one full tensor."""
         whole: dict[str, Any] = _gathered(state, self._group.is_first)
         return whole
 
     def load_model(self, model: nn.Module, state: Mapping[str, Tensor], strict: bool = True) -> None:
-        mine = model.state_dict()
-        super().load_model(model, {n: _share(v, mine.get(n)) for n, v in state.items()}, strict)
+        sharded = model.state_dict()
+        super().load_model(model, {n: _share(v, sharded.get(n)) for n, v in state.items()}, strict)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

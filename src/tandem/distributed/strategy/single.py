@@ -17,8 +17,8 @@ from tandem.errors import ConfigError
 class SingleStrategy:
     """Leaves the model unchanged."""
 
-    shares_parameters = False
-    shares_state = False
+    shards_parameters = False
+    shards_state = False
     checks_gradients = False
     has_one_device = False
     """True if it requires the model to be on one device."""
@@ -48,10 +48,10 @@ class SingleStrategy:
                 flag = "--" + each.name.replace("_", "-")
                 raise ConfigError(f"{flag} works only with --strategy ddp; remove it, or use --strategy ddp")
 
-    def spread(self, model: nn.Module) -> nn.Module:
+    def shard(self, model: nn.Module) -> nn.Module:
         return model
 
-    def spread_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return optimizer
 
     def compiled(self, model: nn.Module, mode: str) -> nn.Module:
@@ -92,7 +92,7 @@ class SingleStrategy:
         # backward() would make DDP count these gradients as those of a step.
         torch.autograd.grad(loss, parameters, allow_unused=True)
 
-    def whole(self, state: dict[str, Any]) -> dict[str, Any]:
+    def gather_full(self, state: dict[str, Any]) -> dict[str, Any]:
         return state
 
     def load_model(self, model: nn.Module, state: Mapping[str, Tensor], strict: bool = True) -> None:

@@ -1,8 +1,8 @@
 // Curves, drawn by uPlot: their data, their controls, and reading them without a mouse.
-const COLOURS = 5, HEIGHT = 190, FEW_POINTS = 40, MOST_SCORES = 12;
+const COLORS = 5, HEIGHT = 190, FEW_POINTS = 40, MOST_SCORES = 12;
 const DURATIONS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400, 172800, 604800];
 const style = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const colour = index => style(`--series-${index % COLOURS}`);
+const color = index => style(`--series-${index % COLORS}`);
 
 function axisNumber(value, step = 0) {
   const size = Math.abs(value);
@@ -160,9 +160,9 @@ class Chart {
     const isSmooth = view.smooth > 0;
     const line = (one, index, isFaint) => ({
       label: one.name, spanGaps: true, width: isFaint ? 1 : 2,
-      stroke: () => colour(index) + (isFaint ? "55" : ""),
-      dash: index >= COLOURS ? [6, 4] : undefined,
-      points: {show: !isFaint && one.points.length < FEW_POINTS, size: 5, fill: () => colour(index)},
+      stroke: () => color(index) + (isFaint ? "55" : ""),
+      dash: index >= COLORS ? [6, 4] : undefined,
+      points: {show: !isFaint && one.points.length < FEW_POINTS, size: 5, fill: () => color(index)},
     });
     const axis = more => ({stroke: () => style("--quiet"), grid: {stroke: () => style("--grid"), width: 1},
       ticks: {stroke: () => style("--grid"), width: 1, size: 4}, font: "11px system-ui, sans-serif", ...more});
@@ -218,7 +218,7 @@ class Chart {
     const where = x == null ? "" : this.isTime ? `after ${seconds(x)}` : `step ${number(x)}`;
     this.legend.replaceChildren();
     words.forEach(([name, value], i) => {
-      const entry = add(this.legend, "div", "", `s${i % COLOURS}${i >= COLOURS ? " dashed" : ""}`);
+      const entry = add(this.legend, "div", "", `s${i % COLORS}${i >= COLORS ? " dashed" : ""}`);
       add(entry, "i");
       add(entry, "span", `${name} `);
       add(entry, "b", value);

@@ -22,14 +22,14 @@ from tandem import layout
 from tandem.config import Parser, resolve
 from tandem.data.loader import end_loaders
 from tandem.distributed import position as positions
-from tandem.distributed.child_processes import killed_helper
+from tandem.distributed.child_processes import killed_child
 from tandem.distributed.gpu_failures import is_gpu_failure
 from tandem.distributed.group import first_line
 from tandem.distributed.peers import is_peer_loss
 from tandem.errors import FAILED, FINISHED, GPU_FAILED, PEER_LOST, ConfigError, TandemError
 from tandem.json_output import drain, wrap_stderr
 from tandem.launch.lone_rank import LoneRank
-from tandem.launch.run_dir import of_this_job
+from tandem.launch.run_dir import adjust_for_job
 from tandem.log import setup
 from tandem.platforms.placement import Placement, detect, of_this_process
 from tandem.run.directory import RunDir
@@ -71,9 +71,9 @@ class ScriptRank:
         # Under an agent, the agent has done this for all its ranks.
         if loaded.settings.telemetry.log_format == "json":
             wrap_stderr(placement.node_rank)
-        with said_by_rank_0(placement):
+        with only_rank_0_reports(placement):
             run = RunDir.open(named, placement, time.time())
-        self.settings = of_this_job(run, run.recorded(named), placement)
+        self.settings = adjust_for_job(run, run.recorded(named), placement)
         lone = LoneRank(run, self.settings, placement)
         self.position = lone.position
         self._ending = Ending(lone, self.position.world_size)
@@ -85,10 +85,10 @@ class ScriptRank:
         elif self._ending is not None:
             self._ending.close = close
 
-    def hear(self, stop: StopFlag) -> None:
+    def watch_stop_flag(self, stop: StopFlag) -> None:
         """Report stops of `stop` and exit at a second Ctrl-C, unless an agent does that."""
         if self._ending is not None:
-            self._ending.hear(stop)
+            self._ending.watch_stop_flag(stop)
 
     @property
     def is_launched(self) -> bool:
@@ -97,7 +97,7 @@ class ScriptRank:
 
 
 @contextmanager
-def said_by_rank_0(placement: Placement) -> Iterator[None]:
+def only_rank_0_reports(placement: Placement) -> Iterator[None]:
     """Let rank 0 alone print a ConfigError that all ranks find; the others exit with the same code.
 
     They wait first, because torchrun ends all ranks as soon as one has failed.
@@ -122,7 +122,7 @@ class Ending:
         self.close: Callable[[int], int] = lambda code: code
         self._lone = lone
         self._world_size = world_size
-        self.hear = lone.hear
+        self.watch_stop_flag = lone.watch_stop_flag
         self._code = FINISHED
         self._reason = "the script finished"
         self._show = sys.excepthook
@@ -172,7 +172,7 @@ def code_of(error: BaseException, world_size: int) -> int:
     """Return the exit code for an uncaught error (see `errors`)."""
     if isinstance(error, TandemError):
         return error.exit_code
-    killed = killed_helper(error)
+    killed = killed_child(error)
     if is_gpu_failure(error):
         return GPU_FAILED
     if is_peer_loss(error, world_size):

@@ -12,7 +12,7 @@ from tandem.data.kinds import evaluation_batches
 from tandem.data.seeds import seed_model
 from tandem.errors import ConfigError
 from tandem.tasks.base import load_task
-from tandem.tasks.normalised import normalised
+from tandem.tasks.normalized import normalized
 from tandem.training.channels_last import lay_out
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -37,7 +37,7 @@ def pictures() -> torch.Tensor:
 def test_the_numbers_are_torchvisions_and_the_state_is_the_models(pictures: torch.Tensor) -> None:
     vision = pytest.importorskip("torchvision", exc_type=(ImportError, RuntimeError))
     plain = Net()
-    ours = normalised(copy.deepcopy(plain), MEAN, STD)
+    ours = normalized(copy.deepcopy(plain), MEAN, STD)
     normal = vision.transforms.Normalize(MEAN, STD)
     floats = torch.stack([normal(vision.transforms.ToTensor()(_image(each))) for each in pictures])
     untouched = pictures.clone()
@@ -56,7 +56,7 @@ def _image(picture: torch.Tensor) -> Image.Image:
 
 def test_the_constants_go_to_the_device_once(pictures: torch.Tensor) -> None:
     """A copy from the host in each step would wait for the GPU."""
-    model = normalised(Net().to("meta"), MEAN, STD)
+    model = normalized(Net().to("meta"), MEAN, STD)
     assert model(pictures.to("meta")).device.type == "meta"
     there = model._of_bytes
     model(pictures.to("meta"))
@@ -69,7 +69,7 @@ def test_bytes_are_laid_out_with_the_channels_last(pictures: torch.Tensor) -> No
             assert images.is_contiguous(memory_format=torch.channels_last)
             return super().forward(images, factor)
 
-    model = normalised(Seeing(), MEAN, STD)
+    model = normalized(Seeing(), MEAN, STD)
     with pytest.raises(AssertionError):
         model(pictures)
     lay_out(model, channels_last=True)
@@ -78,10 +78,10 @@ def test_bytes_are_laid_out_with_the_channels_last(pictures: torch.Tensor) -> No
 
 def test_floats_and_lengths_that_differ_are_refused(pictures: torch.Tensor) -> None:
     with pytest.raises(ConfigError, match=r"torch.float32; expected torch.uint8"):
-        normalised(Net(), MEAN, STD)(pictures.float())
+        normalized(Net(), MEAN, STD)(pictures.float())
     for mean, std in ((MEAN, STD[:2]), ((), ()), (MEAN, (1.0, 0.0, 1.0))):
         with pytest.raises(ConfigError, match="expected one number per channel"):
-            normalised(Net(), mean, std)
+            normalized(Net(), mean, std)
 
 
 def test_the_image_folder_gives_bytes_and_computes_what_it_did(tmp_path: Path) -> None:
@@ -99,8 +99,8 @@ def test_the_image_folder_gives_bytes_and_computes_what_it_did(tmp_path: Path) -
     loss, _ = task.loss(task.build_model(), batch)  # type: ignore[misc]
     seed_model(1)
     before = vision.models.resnet18(weights=None, num_classes=2)
-    centre = [vision.transforms.Resize(36), vision.transforms.CenterCrop(32), vision.transforms.ToTensor()]
-    form = vision.transforms.Compose([*centre, vision.transforms.Normalize(MEAN, STD)])
+    center = [vision.transforms.Resize(36), vision.transforms.CenterCrop(32), vision.transforms.ToTensor()]
+    form = vision.transforms.Compose([*center, vision.transforms.Normalize(MEAN, STD)])
     folder = vision.datasets.ImageFolder(tmp_path / "val", form)
     floats = torch.stack([folder[index][0] for index in range(4)])
     assert torch.equal(loss, nn.functional.cross_entropy(before(floats), batch[1]))

@@ -1,7 +1,7 @@
 """Transfer images as bytes and convert them to floats on the model's device: a quarter of the bus traffic.
 
 def build_model(self):
-    return normalised(resnet18(), mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+    return normalized(resnet18(), mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tandem.errors import ConfigError
 
 
-def normalised(model: nn.Module, mean: Sequence[float], std: Sequence[float]) -> nn.Module:
+def normalized(model: nn.Module, mean: Sequence[float], std: Sequence[float]) -> nn.Module:
     """Make the model's first input uint8 images [B, C, H, W], which become (x / 255 - mean) / std.
 
     `mean` and `std` have one number per channel, in units of 255. Names and state do not change. On CPUs, the
@@ -22,9 +22,9 @@ def normalised(model: nn.Module, mean: Sequence[float], std: Sequence[float]) ->
     differ, and, in the forward pass, for images that are already floats.
     """
     if not mean or len(mean) != len(std) or 0 in std:
-        given = f"normalised(mean={tuple(mean)}, std={tuple(std)})"
+        given = f"normalized(mean={tuple(mean)}, std={tuple(std)})"
         raise ConfigError(f"{given}: expected one number per channel in both, and no std of 0")
-    model.__class__ = _normalising(type(model))
+    model.__class__ = _normalizing(type(model))
     # A plain attribute is in no state_dict, so checkpoints fit the model without this function.
     model._of_bytes = torch.tensor([mean, std]).view(2, 1, -1, 1, 1)
     return model
@@ -33,7 +33,7 @@ def normalised(model: nn.Module, mean: Sequence[float], std: Sequence[float]) ->
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def _normalising(kind: type[nn.Module]) -> type[nn.Module]:
+def _normalizing(kind: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass of `kind` with another forward.
 
     The class is changed, not the instance, because copies of a module run it with their own weights.
@@ -43,7 +43,7 @@ def _normalising(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, images: Tensor, *args: Any, **kwargs: Any) -> Any:
         if images.dtype != torch.uint8:
             raise ConfigError(
-                f"a normalised() model got images of {images.dtype}; expected torch.uint8, as from "
+                f"a normalized() model got images of {images.dtype}; expected torch.uint8, as from "
                 "torchvision's PILToTensor"
             )
         if self._of_bytes.device != images.device:  # only once: a copy in each step would wait for the GPU
