@@ -9,9 +9,7 @@ from tandem.errors import StoppedError
 from tandem.signals import StopFlag, deferred_signals
 
 stop = StopFlag().install()  # before the thread, so that only this one is masked below
-listening = threading.Event()
-threading.Thread(target=lambda: listening.set() or time.sleep(60), daemon=True).start()
-listening.wait()
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 os.register_at_fork(after_in_parent=lambda: time.sleep(0.1))  # its errors would be dropped
 step = "none"
 try:
