@@ -33,7 +33,6 @@ def until(true: Callable[[], object]) -> None:
 def test_health_is_written_again_once_it_can_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(view, "NODE_TICK_SECONDS", 0.01)
     state_dir, tries = tmp_path / "state", []
     written = health.write_health
 
@@ -46,7 +45,7 @@ def test_health_is_written_again_once_it_can_be(
     placement = detect({}, "here", SECOND_OF_TWO)
     with caplog.at_level(logging.WARNING, "tandem"):
         node = view.NodeView(
-            RunDir(tmp_path / "run"), Settings(), placement, state_dir, tmp_path / "scratch"
+            RunDir(tmp_path / "run"), Settings(), placement, state_dir, tmp_path / "s", tick_seconds=0.01
         )
         try:
             until(lambda: len(tries) > 3)

@@ -21,8 +21,7 @@ from tandem.checkpoint.store import CheckpointStore
 from tandem.checkpoint.writer import CheckpointWriter
 from tandem.errors import CheckpointError, ConfigError, RunTakenError, StoppedError
 from tandem.platforms.placement import Placement
-from tandem.run import lease as module
-from tandem.run.lease import acquire, refuse_if_owned
+from tandem.run.lease import acquire, refuse_if_owned, restarted_as
 from tandem.run.owner import LeaseRecord, Token, fence
 
 HOLD = program_text("owner_hold")
@@ -107,16 +106,14 @@ def test_a_killed_owner_is_taken_over_with_a_line(
 
 
 def test_a_frozen_owner_loses_the_run_and_publishes_nothing_when_it_comes_back(
-    run: Path, hold: Hold, monkeypatch: pytest.MonkeyPatch
+    run: Path, hold: Hold
 ) -> None:
     first = hold(run)
     token = Token(1, the_note(run).word)
     first.send_signal(signal.SIGSTOP)
     with pytest.raises(ConfigError):
         acquire(run)
-    monkeypatch.setattr(module, "OWNER_EXPIRY_SECONDS", 0.0)
-    mine = acquire(run)
-    monkeypatch.undo()
+    mine = acquire(run, expiry=0.0)
     store = CheckpointStore(run / "checkpoints", fence(run, mine.token))
     store.save(1, b"mine", {})
     late = CheckpointStore(run / "checkpoints", fence(run, token))
@@ -163,9 +160,8 @@ def test_the_writer_ends_the_run_and_prunes_nothing(run: Path) -> None:
     mine.close()
 
 
-def test_the_owner_hears_that_it_was_taken_over(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "OWNER_RENEW_SECONDS", 0.02)
-    mine = acquire(run)
+def test_the_owner_hears_that_it_was_taken_over(run: Path) -> None:
+    mine = acquire(run, renew_seconds=0.02)
     until(lambda: the_note(run).renewals > 2)
     mine.check()
     notes_at(run / "owner").create(2, replace(the_note(run), word="other", host="far").render())
@@ -184,9 +180,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_elsewhere_an_owner_lives_while_it_renews_its_note(
-    run: Path, hold: Hold, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_elsewhere_an_owner_lives_while_it_renews_its_note(run: Path, hold: Hold) -> None:
     hold(run).kill()
     elsewhere(run)
     begun = threading.Event()
@@ -202,8 +196,7 @@ def test_elsewhere_an_owner_lives_while_it_renews_its_note(
     thread.join()
     with pytest.raises(StoppedError):
         acquire(run, should_stop=lambda: True)
-    monkeypatch.setattr(module, "OWNER_EXPIRY_SECONDS", 0.5)
-    mine = acquire(run)
+    mine = acquire(run, expiry=0.5)
     assert mine.token is not None and mine.token.number == 2
     mine.close()
 
@@ -234,14 +227,14 @@ def test_a_machine_that_was_started_again_has_no_owners_of_before(run: Path, hol
 
 def test_a_job_is_the_same_where_its_platform_starts_it_once() -> None:
     pods = Placement("kubeflow-v1", 3, 0, None, "digits-master-0", 23456)
-    assert module.restarted_as(pods) == "kubeflow-v1 digits-master-0:23456"
+    assert restarted_as(pods) == "kubeflow-v1 digits-master-0:23456"
     assert (
-        module.restarted_as(replace(pods, master_host="localhost"))
+        restarted_as(replace(pods, master_host="localhost"))
         .split(":")[0]
         .endswith(os.uname().nodename)
     )
-    assert module.restarted_as(replace(pods, platform="by-hand")) == ""
-    assert module.restarted_as(replace(pods, platform="slurm", job="slurm-7.0")) == "slurm-7.0"
+    assert restarted_as(replace(pods, platform="by-hand")) == ""
+    assert restarted_as(replace(pods, platform="slurm", job="slurm-7.0")) == "slurm-7.0"
 
 
 def test_a_process_of_the_owners_own_writes_on_its_behalf(run: Path) -> None:
@@ -260,14 +253,13 @@ def test_a_process_of_the_owners_own_writes_on_its_behalf(run: Path) -> None:
     ids=range(8),
 )
 def test_what_is_no_note_is_watched_and_then_replaced(
-    run: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | str
+    run: Path, content: bytes | str
 ) -> None:
     if isinstance(content, str):
         content = json.dumps({**asdict(LeaseRecord.for_this_process("")), "renewed": "soon"}).encode()
     (run / "owner").mkdir(parents=True)
     (run / "owner" / "000000003").write_bytes(content)
-    monkeypatch.setattr(module, "OWNER_EXPIRY_SECONDS", 0.1)
-    mine = acquire(run)
+    mine = acquire(run, expiry=0.1)
     assert mine.token is not None and mine.token.number == 4
     mine.close()
 

@@ -113,13 +113,11 @@ def test_steps_lost_are_said_of_a_task_whose_steps_are_known(
 )
 def test_an_abort_after_a_kill_elsewhere_is_no_incident(
     here: int, aborted: set[int], there: int | None, theirs: set[int], blames_others: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("tandem.launch.recovery.OTHERS_SECONDS", 0.1)
     (first, second), _ = two_nodes()
     second.failed(TWO[1], {0: there}, theirs)
     first.failed(TWO[0], {0: here}, aborted)
-    assert first.has_lost_others() == blames_others
+    assert first.has_lost_others(seconds=0.1) == blames_others
 
 
 def test_a_failed_gpu_is_not_called_a_kill(caplog: pytest.LogCaptureFixture) -> None:

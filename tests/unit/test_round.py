@@ -11,7 +11,6 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
-from tandem.launch import generation_sync as rounds
 from tandem.launch.generation_sync import GenerationStore
 from tandem.launch.rendezvous import StopRequestedError, StoreLostError
 
@@ -57,12 +56,9 @@ def test_a_look_ends_the_wait(store: PrefixStore) -> None:
         GenerationStore(store, look, 0.005).multi_get(["never", "ever"])
 
 
-def test_nobody_is_waited_for_longer_than_for_a_read_of_the_store(
-    store: PrefixStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rounds, "STORE_READ_SECONDS", 0.05)
+def test_nobody_is_waited_for_longer_than_for_a_read_of_the_store(store: PrefixStore) -> None:
     with pytest.raises(StoreLostError, match="sent nothing for 0.05 s"):
-        GenerationStore(store, nothing, 0.005).get("never")
+        GenerationStore(store, nothing, 0.005, patience=0.05).get("never")
 
 
 def test_torchs_engine_gives_ranks_through_it() -> None:

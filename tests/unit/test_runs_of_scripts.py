@@ -39,9 +39,8 @@ def test_the_value_that_differs_is_named() -> None:
     assert difference(outcome(1.5), outcome(1.6)) == "`ema` differs at step 31: 1.6 instead of 1.5"
 
 
-def test_a_mistake_that_all_ranks_find_is_printed_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.launch.script_process.BLAME_SECONDS", 0.0)
+def test_a_mistake_that_all_ranks_find_is_printed_by_rank_0() -> None:
     for rank, raised in ((0, ConfigError), (None, ConfigError), (1, SystemExit)):
         placement = Placement("torchrun", 1, 0, 2, "localhost", 29500, rank=rank)
-        with pytest.raises(raised), only_rank_0_reports(placement):
+        with pytest.raises(raised), only_rank_0_reports(placement, wait_seconds=0.0):
             raise ConfigError("no run directory is set")

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from tandem.launch import slow_ranks
 from tandem.launch.slow_ranks import SlowRanks
 from tandem.telemetry import stragglers
 from tandem.telemetry.hangs import Beat
@@ -37,10 +36,9 @@ class Heard:
 def test_the_slow_rank_of_a_script_is_named_with_its_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(slow_ranks, "SLOW_RANKS_SECONDS", 0.0)
     monkeypatch.setattr(stragglers, "NAME_SECONDS", 1e-9)  # as if long were between any two looks
     heard = Heard()
-    watch = SlowRanks(heard.tell, heard.event)
+    watch = SlowRanks(heard.tell, heard.event, pause=0.0)
     for _ in range(8):
         watch.look([SLOW, BEAT])
     assert len(heard.events) == 1 and heard.events[0][0] == "straggler"
@@ -58,10 +56,9 @@ def test_the_slow_rank_of_a_script_is_named_with_its_line(
     assert len(heard.events) == 1
 
 
-def test_nobody_is_compared_with_ranks_that_do_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slow_ranks, "SLOW_RANKS_SECONDS", 0.0)
+def test_nobody_is_compared_with_ranks_that_do_not_say() -> None:
     heard = Heard()
-    watch = SlowRanks(heard.tell, heard.event)
+    watch = SlowRanks(heard.tell, heard.event, pause=0.0)
     for beats in ([], [SLOW], [SLOW, replace(BEAT, own=None)]):
         watch.look(beats)
     assert heard.page.rows == [] and heard.events == []

@@ -8,18 +8,17 @@ import pytest
 from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import CrashLoopError
 from tandem.layout import STARTS
-from tandem.run import crash_loop as module
 from tandem.run.crash_loop import CrashLoop, Record, backoff_seconds
 from tandem.run.directory import RunDir
+from tandem.timeouts import STEADY_SECONDS
 
 
-@pytest.fixture(autouse=True)
-def _no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FIRST_BACKOFF_SECONDS", 0.0)
+def crash_loop(run: Path, steady: float = STEADY_SECONDS, wait: float = 0.0) -> CrashLoop:
+    return CrashLoop(run, run, RunDir(run).checkpoints, steady=steady, backoff=lambda starts: wait)
 
 
-def begin(run: Path, allowed: int = 3) -> CrashLoop:
-    starts = RunDir(run).crash_loop()
+def begin(run: Path, allowed: int = 3, steady: float = STEADY_SECONDS) -> CrashLoop:
+    starts = crash_loop(run, steady)
     starts.begin(allowed, lambda: False)
     return starts
 
@@ -73,40 +72,31 @@ def test_a_new_checkpoint_begins_the_count_anew(tmp_path: Path) -> None:
         begin(tmp_path)
 
 
-def test_a_start_that_lives_long_is_no_crash_that_repeats(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "STEADY_SECONDS", 0.01)
-    starts = begin(tmp_path)
+def test_a_start_that_lives_long_is_no_crash_that_repeats(tmp_path: Path) -> None:
+    starts = begin(tmp_path, steady=0.01)
     starts._timer.join(30)
     assert not (tmp_path / STARTS).exists()
 
 
-def test_a_start_that_was_steady_and_then_ends_is_counted_as_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_that_was_steady_and_then_ends_is_counted_as_the_first(tmp_path: Path) -> None:
     """The starts before the steady one were counted again: the run was given up too early."""
     begin(tmp_path).end(200, "a hang", 1)
     begin(tmp_path).end(200, "a hang", 1)
-    monkeypatch.setattr(module, "STEADY_SECONDS", 0.01)
-    steady = begin(tmp_path)
+    steady = begin(tmp_path, steady=0.01)
     steady._timer.join(30)
     steady.end(200, "a hang", 1)
     assert counted(tmp_path).starts == 1
 
 
-def test_the_wait_grows_and_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
+def test_the_wait_grows_and_has_an_end() -> None:
     waits = [backoff_seconds(starts) for starts in range(10)]
     assert waits == [0, 0, 0, 5, 10, 20, 40, 80, 120, 120]
     assert backoff_seconds(10**6) == 120
 
 
-def test_a_stop_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FIRST_BACKOFF_SECONDS", 1e6)
-    monkeypatch.setattr(module, "LONGEST_BACKOFF_SECONDS", 1e6)
+def test_a_stop_ends_the_wait(tmp_path: Path) -> None:
     (tmp_path / STARTS).write_text(json.dumps({"starts": 3, "step": 0, "reason": ""}))
-    starts = RunDir(tmp_path).crash_loop()
+    starts = crash_loop(tmp_path, wait=1e6)
     starts.begin(10, lambda: True)
     starts.end(137, "stopped", generations=0)
     assert counted(tmp_path).starts == 3

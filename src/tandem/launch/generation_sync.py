@@ -21,13 +21,20 @@ class GenerationStore:
     """The store of one round of the rendezvous; its reads wait for keys that other nodes have yet to write.
 
     `look` is called between polls, which are at most `longest_pause` seconds apart, and raises what ends the
-    wait. All other calls go to the store itself.
+    wait. `patience` is how many seconds a key is waited for. All other calls go to the store itself.
     """
 
-    def __init__(self, store: Any, look: Callable[[], None], longest_pause: float) -> None:
+    def __init__(
+        self,
+        store: Any,
+        look: Callable[[], None],
+        longest_pause: float,
+        patience: float = STORE_READ_SECONDS,
+    ) -> None:
         self._store = store
         self._look = look
         self._longest_pause = longest_pause
+        self._patience = patience
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -35,7 +42,7 @@ class GenerationStore:
     def get(self, key: str) -> bytes:
         """Return the value of `key`.
 
-        Raises StoreLostError if no node writes it within STORE_READ_SECONDS, and what `look` raises.
+        Raises StoreLostError if no node writes it in time, and what `look` raises.
         """
         self._await([key])
         return bytes(self._store.get(key))
@@ -46,12 +53,12 @@ class GenerationStore:
         return list(self._store.multi_get(keys))
 
     def _await(self, keys: Sequence[str]) -> None:
-        deadline = running_clock.now() + STORE_READ_SECONDS
+        deadline = running_clock.now() + self._patience
         pause = SHORTEST_LOOK_SECONDS
         while not self._store.check(list(keys)):
             self._look()
             if running_clock.now() > deadline:
-                raise StoreLostError(f"a node joined but sent nothing for {STORE_READ_SECONDS} s")
+                raise StoreLostError(f"a node joined but sent nothing for {self._patience} s")
             # The other nodes write within milliseconds, unless one is lost.
             time.sleep(pause)
             pause = min(2 * pause, self._longest_pause)

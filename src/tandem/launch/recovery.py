@@ -75,12 +75,12 @@ class Recovery:
             with contextlib.suppress(RuntimeError):  # the store is gone, and so are its readers
                 self._store.set(f"{prefix}{first.node_rank}", json.dumps(killed))
 
-    def has_lost_others(self) -> bool:
+    def has_lost_others(self, seconds: float = OTHERS_SECONDS) -> bool:
         """Return whether the ranks here were aborted because a rank of another node was killed or failed.
 
-        That node's agent saw it before the watchdogs here; its message may still be on its way.
+        That node's agent saw it before the watchdogs here; its message may take up to `seconds` to arrive.
         """
-        deadline = time.monotonic() + OTHERS_SECONDS
+        deadline = time.monotonic() + seconds
         while self._is_aborted and len(self._keys) > 1:
             if any(code != ABORTED for _, _, code in self._killed()):
                 return True

@@ -97,17 +97,17 @@ class ScriptRank:
 
 
 @contextmanager
-def only_rank_0_reports(placement: Placement) -> Iterator[None]:
+def only_rank_0_reports(placement: Placement, wait_seconds: float = BLAME_SECONDS) -> Iterator[None]:
     """Let rank 0 alone print a ConfigError that all ranks find; the others exit with the same code.
 
-    They wait first, because torchrun ends all ranks as soon as one has failed.
+    They wait `wait_seconds` first, because torchrun ends all ranks as soon as one has failed.
     """
     try:
         yield
     except ConfigError as error:
         if not placement.rank:
             raise
-        time.sleep(BLAME_SECONDS)
+        time.sleep(wait_seconds)
         raise SystemExit(error.exit_code) from None
 
 

@@ -19,17 +19,26 @@ log = logging.getLogger("tandem.run")
 
 
 class SlowRanks:
-    """Report the times of all ranks to `tell`, and a straggler to the log and to `event`."""
+    """Report the times of all ranks to `tell`, and a straggler to the log and to `event`.
 
-    def __init__(self, tell: Callable[[Message], object], event: Callable[..., object]) -> None:
+    The ranks are compared every `pause` seconds.
+    """
+
+    def __init__(
+        self,
+        tell: Callable[[Message], object],
+        event: Callable[..., object],
+        pause: float = SLOW_RANKS_SECONDS,
+    ) -> None:
+        self._pause = pause
         self._tell = tell
         self._event = event
         self._watch = StragglerWatch()
         self._looked_at = 0.0
 
     def look(self, beats: Sequence[Beat]) -> None:
-        """Compare the ranks every SLOW_RANKS_SECONDS; do nothing in between, or if they train a task."""
-        if time.monotonic() - self._looked_at < SLOW_RANKS_SECONDS:
+        """Compare the ranks if it is time to; do nothing if they train a task."""
+        if time.monotonic() - self._looked_at < self._pause:
             return
         known = {beat.rank: beat for beat in beats if beat.own is not None and beat.quick is not None}
         if len(known) < 2 or len(known) < len(beats):

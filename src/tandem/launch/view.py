@@ -51,8 +51,10 @@ class NodeView:
         scratch: Path,
         access: Access | None = None,
         stop: StopFlag | None = None,
+        tick_seconds: float = NODE_TICK_SECONDS,
     ) -> None:
         self._run = run
+        self._tick_seconds = tick_seconds
         self._settings = settings
         self._placement = placement
         self._began = time.monotonic()
@@ -211,7 +213,7 @@ class NodeView:
         self._receiver.close()
         self._thread.join()
         if self._health_thread.is_alive():
-            self._health_thread.join(NODE_TICK_SECONDS)
+            self._health_thread.join(self._tick_seconds)
         self._health_file.write(self._health())  # records the end of a run shorter than a tick
         if self._server is not None:
             self._server.close()
@@ -342,7 +344,7 @@ class NodeView:
 
     def _tick(self) -> None:
         asleep = time.monotonic() - running_clock.now()
-        while not self._closing.wait(NODE_TICK_SECONDS):
+        while not self._closing.wait(self._tick_seconds):
             before = asleep
             asleep = time.monotonic() - running_clock.now()
             self.last_progress += asleep - before  # no progress was possible while this process was stopped

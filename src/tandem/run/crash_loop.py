@@ -49,10 +49,20 @@ class Record:
         return cls()
 
 
+def backoff_seconds(starts: int) -> float:
+    """Return the wait after `starts` starts that have saved nothing new."""
+    if starts <= AT_ONCE:
+        return 0.0
+    # math.pow raises OverflowError for an exponent of 1024; 16 doublings already exceed the longest wait.
+    doublings = min(starts - AT_ONCE - 1, 16)
+    return min(FIRST_BACKOFF_SECONDS * math.pow(2, doublings), LONGEST_BACKOFF_SECONDS)
+
+
 class CrashLoop:
     """The starts of the run at `where`, including this launch's. `is_ours` is checked before each write.
 
-    `folder`: the run's part on this machine.
+    `folder`: the run's part on this machine. `steady`: after how many seconds a start is no crash. `backoff`:
+    the wait after that many starts that have saved nothing new.
     """
 
     def __init__(
@@ -61,15 +71,18 @@ class CrashLoop:
         folder: Path,
         checkpoints: CheckpointStore,
         is_ours: Callable[[], bool] = lambda: True,
+        steady: float = STEADY_SECONDS,
+        backoff: Callable[[int], float] = backoff_seconds,
     ) -> None:
         self._where = where
         self._folder = folder
         self._is_ours = is_ours
+        self._backoff = backoff
         step = newest_step(checkpoints) or 0
         before = Record.parse(self._read())
         # A newer checkpoint than at the last count is progress, so the count begins again.
         self._before = before if step <= before.step else Record(step=step)
-        self._timer = threading.Timer(STEADY_SECONDS, self._forget)
+        self._timer = threading.Timer(steady, self._forget)
         # Without this, an exit that does not reach `end` would wait for the timer.
         self._timer.daemon = True
 
@@ -83,7 +96,7 @@ class CrashLoop:
                 f"one: {before.reason or 'it was killed'}. Check log/ in {self._where}, fix that and "
                 "start again; --max-crash-loops sets how many starts are tried"
             )
-        seconds = backoff_seconds(before.starts)
+        seconds = self._backoff(before.starts)
         if seconds:
             log.warning(
                 "%d starts in a row have saved nothing new after step %d (%s): waiting %.0f s",
@@ -144,12 +157,3 @@ class CrashLoop:
         except OSError as error:
             # The count is only a safeguard: a full volume must not keep the run from training.
             log.warning("cannot record this start in %s: %s", self._where, error)
-
-
-def backoff_seconds(starts: int) -> float:
-    """Return the wait after `starts` starts that have saved nothing new."""
-    if starts <= AT_ONCE:
-        return 0.0
-    # math.pow raises OverflowError for an exponent of 1024; 16 doublings already exceed the longest wait.
-    doublings = min(starts - AT_ONCE - 1, 16)
-    return min(FIRST_BACKOFF_SECONDS * math.pow(2, doublings), LONGEST_BACKOFF_SECONDS)

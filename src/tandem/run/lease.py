@@ -41,6 +41,7 @@ class Lease:
         token: Token | None = None,
         note: LeaseRecord | None = None,
         problem: OSError | None = None,
+        renew_seconds: float = OWNER_RENEW_SECONDS,
     ) -> None:
         self.token = token
         self.problem = problem
@@ -48,6 +49,7 @@ class Lease:
         """`lost`: a one-line message that names the new owner; empty while the lease is ours."""
         self._run_dir = run_dir
         self._note = note
+        self._renew_seconds = renew_seconds
         self._closing = threading.Event()
         self._has_failed = False
         self._thread = threading.Thread(target=self._keep, name="tandem-owner", daemon=True)
@@ -56,7 +58,7 @@ class Lease:
 
     def _keep(self) -> None:
         notes = notes_at(self._run_dir / layout.OWNER)
-        while not self.lost and not self._closing.wait(OWNER_RENEW_SECONDS):
+        while not self.lost and not self._closing.wait(self._renew_seconds):
             try:
                 self._renew(notes)
                 self._has_failed = False
@@ -103,7 +105,7 @@ class Lease:
         if self._note is None or self.token is None:
             return
         # The thread must not renew the record after it has been marked as over.
-        self._thread.join(OWNER_RENEW_SECONDS)  # not without a limit: the volume may hang
+        self._thread.join(self._renew_seconds)  # not without a limit: the volume may hang
         notes = notes_at(self._run_dir / layout.OWNER)
         try:
             check(notes, self._run_dir, self.token, self._note)
@@ -115,12 +117,19 @@ class Lease:
             log.debug("the lease on %s was not released: %s", self._run_dir, error)
 
 
-def acquire(run_dir: PurePath, job: str = "", should_stop: Callable[[], bool] = lambda: False) -> Lease:
+def acquire(
+    run_dir: PurePath,
+    job: str = "",
+    should_stop: Callable[[], bool] = lambda: False,
+    expiry: float = OWNER_EXPIRY_SECONDS,
+    renew_seconds: float = OWNER_RENEW_SECONDS,
+) -> Lease:
     """Acquire the lease on the run directory.
 
     `job` identifies a job that its platform may restart on another machine, but only after the job has ended.
-    A lease of the same job is therefore taken over immediately. Raises ConfigError while another launch owns
-    the run, and StoppedError if `should_stop` becomes true.
+    A lease of the same job is therefore taken over immediately. A lease that is not renewed for `expiry`
+    seconds is lost; ours is renewed every `renew_seconds`. Raises ConfigError while another launch owns the
+    run, and StoppedError if `should_stop` becomes true.
     """
     notes = notes_at(run_dir / layout.OWNER)
     try:
@@ -134,7 +143,7 @@ def acquire(run_dir: PurePath, job: str = "", should_stop: Callable[[], bool] = 
             # Ranks and helper processes share the lease of the agent that started them.
             if found is not None and not found.is_over and found.is_above(here):
                 return Lease(run_dir, Token(last, found.word))
-            if last and not _may_take(notes, run_dir, last, raw, here, should_stop):
+            if last and not _may_take(notes, run_dir, last, raw, here, should_stop, expiry):
                 continue  # the record has changed: read it again
             # While this process was delayed, other launches may have created larger numbers and removed this
             # one, so that creating it again succeeds.
@@ -142,7 +151,7 @@ def acquire(run_dir: PurePath, job: str = "", should_stop: Callable[[], bool] = 
                 # Only now, because a launch that starts in between must find a record.
                 for old in numbers:
                     notes.remove(old)
-                return Lease(run_dir, Token(last + 1, here.word), here)
+                return Lease(run_dir, Token(last + 1, here.word), here, renew_seconds=renew_seconds)
     except OSError as error:
         # Not every caller needs to write, so the caller decides.
         return Lease(run_dir, problem=error)
@@ -180,12 +189,12 @@ def owner_here(run_dir: PurePath) -> LeaseRecord | None:
     return None
 
 
-def _lives(found: LeaseRecord, here: LeaseRecord) -> bool:
+def _lives(found: LeaseRecord, here: LeaseRecord, expiry: float = OWNER_EXPIRY_SECONDS) -> bool:
     """Return True if the owner's process is visible, running, and has renewed its lease recently."""
     # A frozen process (SIGSTOP, `docker pause`) is visible but renews nothing, and loses the run like an
     # unreachable one.
     is_running = found.is_seen_from(here) and not found.is_gone(here)
-    return is_running and found.silence(here) <= OWNER_EXPIRY_SECONDS
+    return is_running and found.silence(here) <= expiry
 
 
 def _refusal(run_dir: PurePath, found: LeaseRecord) -> ConfigError:
@@ -202,6 +211,7 @@ def _may_take(
     raw: bytes | None,
     here: LeaseRecord,
     should_stop: Callable[[], bool],
+    expiry: float,
 ) -> bool:
     """Return True if the owner has exited or lost its lease; log why, unless it released the lease itself.
 
@@ -212,10 +222,10 @@ def _may_take(
     if found is None:
         # The record may be damaged, or of another version with other fields. A renewal changes its bytes in
         # any case.
-        why = _watch(notes, run_dir, number, raw, OWNER_EXPIRY_SECONDS, should_stop)
+        why = _watch(notes, run_dir, number, raw, expiry, should_stop, expiry)
     elif found.is_over:
         return True
-    elif _lives(found, here):
+    elif _lives(found, here, expiry):
         raise _refusal(run_dir, found)
     elif found.is_seen_from(here) and found.is_gone(here):
         why = "which has exited"
@@ -224,8 +234,8 @@ def _may_take(
     else:
         # Silence on this boot's clock counts. Another machine's clock cannot be compared, so its lease gets
         # the full time.
-        left = OWNER_EXPIRY_SECONDS - found.silence(here)
-        why = _watch(notes, run_dir, number, raw, left, should_stop)
+        left = expiry - found.silence(here)
+        why = _watch(notes, run_dir, number, raw, left, should_stop, expiry)
     if why:
         log.info("taking %s over from %s, %s", run_dir, found or "an unknown launch", why)
     return bool(why)
@@ -238,6 +248,7 @@ def _watch(
     raw: bytes | None,
     seconds: float,
     should_stop: Callable[[], bool],
+    expiry: float,
 ) -> str:
     """Watch a record for `seconds`; return why it may be taken over, or "" if it was removed or released.
 
@@ -261,4 +272,4 @@ def _watch(
             if seen is None or seen.is_over:
                 return ""
             raise _refusal(run_dir, seen)
-    return f"which has not renewed its lease for {OWNER_EXPIRY_SECONDS:.0f} s"
+    return f"which has not renewed its lease for {expiry:.0f} s"
