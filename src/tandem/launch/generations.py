@@ -181,9 +181,8 @@ class NodeAgent(SimpleElasticAgent):
                 self._workers.wait(ENDING_SECONDS)
             codes = self._workers.kill() or {0: code}
             said = self._said(codes)
-            # A stop is requested but the ranks were killed or lost their peers, so nothing is saved yet. Node
-            # 0's memory may have a newer snapshot than the disk: start all ranks once more so that they save
-            # it.
+            # A stop is requested but the ranks were killed or lost their peers, so nothing is saved yet.
+            # Start all ranks once more, to save a snapshot in node 0's memory that is newer than the disk.
             if self._stop and self._work.is_retried(code) and code != INTERRUPTED_TWICE:
                 # A rank that was started only to save, and said why it could not, would fail again.
                 if not self._may_save() or (only_saves and self._node.view.last_words):
@@ -194,19 +193,19 @@ class NodeAgent(SimpleElasticAgent):
             # A third attempt would hang in the same place.
             if (again := self._same_hang_again()) is not None:
                 return PEER_LOST, again.text
-            # Charge the failure to one node only; see `_is_to_blame`.
-            if self._is_to_blame(code):
+            # A lack of memory is charged to no node: the micro-batch can be halved only a few times.
+            is_short = self._recovery.out_of_memory(self._positions)
+            # Charge any other failure to one node only; see `_is_to_blame`.
+            if not is_short and self._is_to_blame(code):
                 self._budget.incidents += 1
             if self._budget.is_spent:
                 return KILLED if self._stop else PEER_LOST, f"{self._budget} is spent: {said}"
             log.warning("%s; restarting all ranks (generation %d)", said, self._restart + 2)
-            self._repeats.ended(code, self._positions, codes)
+            if not is_short:
+                self._repeats.ended(code, self._positions, codes)
 
     def _same_hang_again(self) -> Alarm | None:
-        """Return the hang that ended this generation if the previous one ended in the same way, else None.
-
-        Such a hang would recur at every restart.
-        """
+        """Return the hang that ended this generation and the previous one, and would recur; else None."""
         return self._hang if self._hang is not None and self._hang.again else None
 
     def _may_save(self) -> bool:
@@ -215,6 +214,9 @@ class NodeAgent(SimpleElasticAgent):
 
     def _known_cause(self) -> str:
         """Return why the generation ended, if exit codes do not show it; else ""."""
+        short = self._recovery.out_of_memory(self._positions)
+        if short and not self._node.view.last_words:  # a rank that failed by itself has said why
+            return short
         cause = self._cause
         if cause is not None and cause.code != PEER_LOST and not was_killed(cause.code):
             return str(cause)
@@ -257,6 +259,7 @@ class NodeAgent(SimpleElasticAgent):
             codes = self._workers.codes()
             failed = failures(codes)
             explained = any(code != PEER_LOST for code in failed.values())
+            explained = explained or bool(self._recovery.out_of_memory(self._positions))
             if explained or None not in codes.values() or running_clock.now() > deadline:
                 return failed
             self._workers.pause(MONITOR_SECONDS)
@@ -479,7 +482,7 @@ class NodeAgent(SimpleElasticAgent):
         return dict(pids)
 
     def _position(self, worker: Any, group: Any, prefix: str) -> Position:
-        found = self._node.position(worker, group, prefix, self._restart)
+        found = self._recovery.with_smaller_batch(self._node.position(worker, group, prefix, self._restart))
         if not self._work.has_own_store:
             return found
         host, _, port = agreed(group.store, "tandem/master", r"[\w.:\[\]-]{1,255}:\d{1,5}").rpartition(":")

@@ -11,9 +11,11 @@ import logging
 import signal
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tandem.distributed.out_of_memory import newest_in
 from tandem.distributed.position import Position
 from tandem.errors import FINISHED, GPU_FAILED, PEER_LOST, STOPPED, shell_code, was_killed
 from tandem.launch.node_context import NodeContext
@@ -89,13 +91,27 @@ class Recovery:
             time.sleep(MONITOR_SECONDS)
         return False
 
+    def out_of_memory(self, positions: Mapping[int, Position]) -> str:
+        """Return which rank ran out of memory in the generation of these ranks, and what follows; else ""."""
+        found = newest_in(self._store)
+        here = positions[0].store if positions else None
+        return str(found) if found is not None and here is not None and found.prefix == here[2] else ""
+
+    def with_smaller_batch(self, position: Position) -> Position:
+        """Return the position with the micro-batch size that an earlier generation has left, if any."""
+        found = newest_in(self._store)
+        if found is None:
+            return position
+        return replace(position, resume=replace(position.resume, micro_batch=found.fits))
+
     def interrupted(self, number: int) -> None:
         """Log that a generation was ended for a waiting node: a new one, or one that lost a rank.
 
         A rank that computes for long, or is between two collectives, has not noticed the lost peer.
         """
         killed = ", ".join(_told(*each) for each in self._killed())
-        level, why = (logging.WARNING, killed) if killed else (logging.INFO, "a node wants to join")
+        known = killed or self._why
+        level, why = (logging.WARNING, known) if known else (logging.INFO, "a node wants to join")
         log.log(level, "%s; restarting all ranks (generation %d)", why, number)
 
     def trains(self, nodes: int) -> None:
@@ -115,6 +131,8 @@ class Recovery:
         again = f"training again after {format_duration(seconds)}{cost}"
         fields = {"seconds": round(seconds, 1), **({} if lost is None else {"steps_lost": lost})}
         killed = self._killed()
+        if self._why and all(code == ABORTED for _, _, code in killed):
+            killed = []  # by NCCL's watchdog, which saw only the consequence
         for rank, node, code in killed:
             log.warning("%s; %s", _told(rank, node, code), again)
             told = {"rank": rank, "node": node, "signal": signal_name(shell_code(code))}

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -23,9 +24,11 @@ from tandem.errors import (
     PEER_LOST,
     STOPPED,
     PeerLostError,
+    SmallerBatchError,
     TandemError,
 )
 from tandem.rank.session import RankSession
+from tandem.rank.smaller_batches import Retreat
 from tandem.signals import StopFlag
 from tandem.slow_start import still
 from tandem.tasks.base import task_class
@@ -58,6 +61,10 @@ def run_rank(job: TaskJob, position: Position, hear: Callable[[StopFlag], None] 
         with session:
             _run(session, job.chosen, stop)
         return session.code
+    except SmallerBatchError as error:
+        end_loaders()
+        log.warning("%s", error, extra={"detail": in_one_line(error.__cause__ or error)})
+        return error.exit_code
     except TandemError as error:
         # Loader processes ignore stop signals, so the rank ends them.
         end_loaders()
@@ -88,8 +95,14 @@ def run_rank(job: TaskJob, position: Position, hear: Callable[[StopFlag], None] 
         log.info(
             "the full traceback is in log/rank-%d.log", position.rank, extra={"detail": full_trace(error)}
         )
-        log.error("%s\nthe task failed: %s", short_trace(error), what_and_where(error))
+        log.error("%s\nthe task failed: %s", short_trace(error), _what(session, error))
         return FAILED
+
+
+def _what(session: RankSession, error: Exception) -> str:
+    """Return on one line why this rank failed, and what to do if that is known."""
+    what = str(error) if isinstance(error, TandemError) else what_and_where(error)
+    return f"{what}; {session.advice}" if session.advice else what
 
 
 def _tell(session: RankSession, error: Exception) -> None:
@@ -98,8 +111,7 @@ def _tell(session: RankSession, error: Exception) -> None:
     if not isinstance(error, PeerLostError):
         rank = session.position.rank
         node = session.position.node_rank
-        what = str(error) if isinstance(error, TandemError) else what_and_where(error)
-        reason = f"rank {rank} on node {node}: {what}"
+        reason = f"rank {rank} on node {node}: {_what(session, error)}"
         # Errors of torch can be longer than the 64 KiB that fit in a message.
         session.send(Event("rank_failed", time.time(), {"rank": rank, "reason": reason[:1000]}))
 
@@ -118,7 +130,10 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
     world = session.world
     clock = session.clock
     settings = session.settings
-    slices = settings.run, settings.data, settings.compute, settings.optimization, settings.exchange
+    # The agent tells only rank 0.
+    micro_batch = world.broadcast_json(session.position.resume.micro_batch)
+    data = settings.data if micro_batch is None else replace(settings.data, micro_batch_size=micro_batch)
+    slices = settings.run, data, settings.compute, settings.optimization, settings.exchange
     with still("building data and model"):
         learner = TrainState(*slices, world, clock, session.recorder, chosen)
     with clock.phase("resume"), still("deciding where to resume"):
@@ -129,14 +144,14 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
         session.check_data(learner.datasets.train)
         learner.begin(session.beginning)
         learner.check_state()
-    _plan(session, learner)
+    _plan(session, learner, micro_batch)
     evaluation = Evaluation(
         world,
         learner.strategy,
         learner.task,
         learner.model,
         learner.datasets.evaluation,
-        evaluation_batch_size(settings.evaluation, settings.data, world),
+        evaluation_batch_size(settings.evaluation, data, world),
         settings.compute.precision,
         learner.workers,
         learner.exchanges,
@@ -147,7 +162,8 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
     if session.position.restart == 0 and timetable.cadences["eval"].unit != "never":
         with still("testing the evaluation"):
             evaluation.rehearse()
-    training = _training(session, learner, evaluation, stop)
+    retreat = Retreat(session, data, learner.shares, learner.model)
+    training = _training(session, learner, partial(retreat.scores, evaluation.scores), stop)
     session.begin_run(learner.model)
     beginning = session.beginning
     planned = learner.planned
@@ -155,10 +171,11 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
     with saver, still(first) if world.is_first else nullcontext():
         # After the task has ended a run, another --steps or --epochs continues it.
         saver.is_end = beginning.ended_of == planned
-        if beginning.owes_evaluation:
-            make_up(training)
-        with closing(cast("Generator[Any, None, None]", training.batches)):  # ends a profile that is open
-            finished = saver.is_end or train(training)
+        with retreat.watching():
+            if beginning.owes_evaluation:
+                make_up(training)
+            with closing(cast("Generator[Any, None, None]", training.batches)):  # ends an open profile
+                finished = saver.is_end or train(training)
         if beginning.slot is not None and beginning.step == planned:
             saver.save(training.step)  # there was no step left to take, and the state exists only in memory
         clock.begin("drain")
@@ -166,7 +183,7 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
     session.finish(training.step, learner.weights, learner.schedule.used())
 
 
-def _plan(session: RankSession, learner: TrainState) -> None:
+def _plan(session: RankSession, learner: TrainState, micro_batch: int | None) -> None:
     """Plan the run, and log events that are never due."""
     settings = session.settings
     is_first = session.world.is_first
@@ -174,13 +191,21 @@ def _plan(session: RankSession, learner: TrainState) -> None:
     if is_first and not evaluates:
         log.info("no evaluation: the task has only a training dataset")
     eval_every = settings.evaluation.eval_every if evaluates else "never"
-    session.plan(learner, learner.strategy, learner.order, learner.planned, eval_every, learner.shares)
+    session.plan(
+        learner,
+        learner.strategy,
+        learner.order,
+        learner.planned,
+        eval_every,
+        learner.shares,
+        micro_batch=micro_batch,
+    )
     if is_first and not session.timetable.saves_every_evaluation():
         warn_of_unsaved_scores(settings.checkpoint, settings.evaluation.eval_every)
 
 
 def _training(
-    session: RankSession, learner: TrainState, evaluation: Evaluation, stop: StopFlag
+    session: RankSession, learner: TrainState, evaluate: Callable[[], dict[str, float]], stop: StopFlag
 ) -> TaskLoopState:
     """Assemble the loop. Rank 0's steps of --profile are recorded by torch.profiler."""
     world = session.world
@@ -201,7 +226,7 @@ def _training(
         nonfinite=learner.nonfinite,
         stop=stop,
         batches=profiled(steps, window, first, profile),
-        evaluate=evaluation.scores,
+        evaluate=evaluate,
         ends=learner.memory.hear,
         check_replicas=partial(check_replicas, world, learner.strategy, learner.model, recorder),
         saver=session.saver,
