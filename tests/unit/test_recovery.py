@@ -99,8 +99,12 @@ def test_ranks_that_were_aborted_after_another_ran_out_of_memory_are_not_the_cau
     assert recovery.out_of_memory(ranks) == ""
     assert recovery.with_smaller_batch(ranks[0]) == ranks[0]
     OutOfMemory(prefix, 1, 0, 8, 4).write(store)
-    why = recovery.out_of_memory(ranks)
-    recovery.failed(ranks, {0: 134, 1: 200}, aborted={0}, why=why)
+    recovery.failed(ranks, {0: 143, 1: 143})
+    assert recovery.short == ""
+    recovery.failed(ranks, {0: 1, 1: 200})
+    assert recovery.short == ""
+    recovery.failed(ranks, {0: 134, 1: 200}, aborted={0})
+    why = recovery.short
     recovery.trains(1)
     (event,) = view.events
     assert event["kind"] == "recovered" and event["cause"] == why

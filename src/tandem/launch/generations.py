@@ -194,14 +194,13 @@ class NodeAgent(SimpleElasticAgent):
             if (again := self._same_hang_again()) is not None:
                 return PEER_LOST, again.text
             # A lack of memory is charged to no node: the micro-batch can be halved only a few times.
-            is_short = self._recovery.out_of_memory(self._positions)
             # Charge any other failure to one node only; see `_is_to_blame`.
-            if not is_short and self._is_to_blame(code):
+            if not self._recovery.short and self._is_to_blame(code):
                 self._budget.incidents += 1
             if self._budget.is_spent:
                 return KILLED if self._stop else PEER_LOST, f"{self._budget} is spent: {said}"
             log.warning("%s; restarting all ranks (generation %d)", said, self._restart + 2)
-            if not is_short:
+            if not self._recovery.short:
                 self._repeats.ended(code, self._positions, codes)
 
     def _same_hang_again(self) -> Alarm | None:
@@ -214,9 +213,6 @@ class NodeAgent(SimpleElasticAgent):
 
     def _known_cause(self) -> str:
         """Return why the generation ended, if exit codes do not show it; else ""."""
-        short = self._recovery.out_of_memory(self._positions)
-        if short and not self._node.view.last_words:  # a rank that failed by itself has said why
-            return short
         cause = self._cause
         if cause is not None and cause.code != PEER_LOST and not was_killed(cause.code):
             return str(cause)
@@ -226,7 +222,8 @@ class NodeAgent(SimpleElasticAgent):
         """Describe on one line how a generation ended on this node."""
         if self._cause is not None:
             return str(self._cause) if self._cause.code == PEER_LOST else self._cause.in_one_line()
-        if known := self._known_cause():  # the codes are those of ranks that this agent has killed
+        # The codes are those of ranks that this agent has killed, or of any that lost a peer.
+        if known := self._known_cause() or self._recovery.short:
             return known
         shown = {PEER_LOST: f"{PEER_LOST} (lost other ranks)"}
         ends = (shown.get(each, str(each)) for each in sorted(set(codes.values())))

@@ -17,7 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.distributed.out_of_memory import newest_in
 from tandem.distributed.position import Position
-from tandem.errors import FINISHED, GPU_FAILED, PEER_LOST, STOPPED, shell_code, was_killed
+from tandem.errors import FINISHED, GPU_FAILED, PEER_LOST, STOPPED, is_own, shell_code, was_killed
 from tandem.launch.node_context import NodeContext
 from tandem.log import counted
 from tandem.text import format_duration
@@ -45,6 +45,8 @@ class Recovery:
         self._keys = list[str]()
         self._is_aborted = False
         self._why = ""
+        self.short = ""
+        """Which rank ran out of memory, and what follows; "" if that did not end the last generation."""
 
     def failed(
         self,
@@ -61,7 +63,7 @@ class Recovery:
         first = positions[0]
         prefix = f"{first.store[2] if first.store else ''}/killed/"
         self._since, self._step = time.monotonic(), self._node.view.rank_zeros_step()
-        self._why = why
+        self.short = ""
         self._keys = [f"{prefix}{node}" for node in range(first.nodes)]
         # Only if all others lost their peers: a rank that failed by itself explains the abort.
         self._is_aborted = bool(aborted) and all(
@@ -76,6 +78,10 @@ class Recovery:
         if any(code not in (FINISHED, STOPPED) for code in codes.values()):
             with contextlib.suppress(RuntimeError):  # the store is gone, and so are its readers
                 self._store.set(f"{prefix}{first.node_rank}", json.dumps(killed))
+            # A rank that failed by itself explains the end of the others.
+            if not any(code is not None and is_own(code) for code in codes.values()):
+                self.short = self.out_of_memory(positions)
+        self._why = why or self.short
 
     def has_lost_others(self) -> bool:
         """Return whether the ranks here were aborted because a rank of another node was killed or failed.
