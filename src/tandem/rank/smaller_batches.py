@@ -73,7 +73,7 @@ class Retreat:
                     f"this is the smallest micro-batch ({self._now}): use --precision bf16, --strategy fsdp, "
                     "or a smaller model"
                 )
-            # Without an agent, nobody would restart the ranks.
+            # Without an agent, no process would restart the ranks.
             elif position.store is None:
                 session.advice = f"use --micro-batch-size {self._half}"
             else:

@@ -63,7 +63,7 @@ def run_rank(job: TaskJob, position: Position, hear: Callable[[StopFlag], None] 
         return session.code
     except SmallerBatchError as error:
         end_loaders()
-        log.warning("%s", error, extra={"detail": in_one_line(error.__cause__ or error)})
+        log.info("%s", error, extra={"detail": in_one_line(error.__cause__ or error)})  # its agent warns
         return error.exit_code
     except TandemError as error:
         # Loader processes ignore stop signals, so the rank ends them.
