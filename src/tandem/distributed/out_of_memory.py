@@ -1,7 +1,7 @@
 """Detect that a rank ran out of memory, and tell all agents which micro-batch to try next.
 
-The rank that ran out of memory writes to the agents' store before it exits, so an agent whose ranks lose it as
-a peer can already read there why. Two ranks write the same sizes, because all ranks know all shares.
+The rank that ran out of memory writes to the agents' store before it exits. An agent whose ranks lose it as a
+peer can therefore read there why. Two ranks write the same sizes, because all ranks know all shares.
 """
 
 import contextlib
