@@ -13,7 +13,8 @@
     ├── RunFailedError          n    a run that this process started has ended with that code
     ├── StoppedError          137    stopped by a signal before a checkpoint could be written
     ├── StuckError            137    a process of the last generation cannot be killed
-    └── PeerLostError         200    another rank or the master is gone (retried)
+    ├── PeerLostError         200    another rank or the master is gone (retried)
+    └── SmallerBatchError     200    out of memory; all ranks restart with a smaller micro-batch (retried)
 
 The message of each is one line: what is wrong, what was expected, what to do.
 """
@@ -166,5 +167,11 @@ class StuckError(TandemError):
 
 class PeerLostError(TandemError):
     """Another rank, or the master, cannot be reached."""
+
+    exit_code: ClassVar[int] = PEER_LOST
+
+
+class SmallerBatchError(TandemError):
+    """This rank ran out of memory, and all ranks restart with a smaller micro-batch."""
 
     exit_code: ClassVar[int] = PEER_LOST

@@ -57,6 +57,16 @@ def test_auto_takes_the_newest_or_begins_afresh(store: CheckpointStore) -> None:
     assert decide_resume(make(), store) == ResumeDecision("resume", 20)
 
 
+@pytest.mark.parametrize(
+    ("then", "now", "kept"), [(None, None, 6), (50, 50, 6), (None, 50, None), (50, None, None)]
+)
+def test_a_micro_batch_that_fit_is_kept_unless_the_setting_has_changed(
+    store: CheckpointStore, then: int | None, now: int | None, kept: int | None
+) -> None:
+    save(store, 20, make(micro_batch_size=then), micro_batch_fits=6)
+    assert decide_resume(make(micro_batch_size=now), store).micro_batch == kept
+
+
 def test_a_damaged_manifest_is_quarantined(store: CheckpointStore) -> None:
     for step in (10, 20):
         save(store, step, make())

@@ -2,12 +2,14 @@
 
 import logging
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tandem.distributed.out_of_memory import OutOfMemory
 from tandem.distributed.position import Position
 from tandem.launch.recovery import Recovery
 from tandem.platforms.placement import Placement
@@ -84,6 +86,32 @@ def test_without_a_killed_rank_the_line_has_another_cause(
     first.trains(2)
     (line,), (event,) = caplog.messages, view.events
     assert line.startswith(f"{cause}; training again after ") and event["cause"] == cause
+
+
+def test_ranks_that_were_aborted_after_another_ran_out_of_memory_are_not_the_cause(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store, prefix = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), "generation/0.ab"
+    view = Told(None)
+    placement = Placement("by-hand", 1, 0, 2, "127.0.0.1", 29500)
+    recovery = Recovery(SimpleNamespace(placement=placement, view=view), store)  # type: ignore[arg-type]
+    ranks = {n: Position(rank=n, local_rank=n, world_size=2, store=("", 0, prefix)) for n in range(2)}
+    assert recovery.out_of_memory(ranks) == ""
+    assert recovery.with_smaller_batch(ranks[0]) == ranks[0]
+    OutOfMemory(prefix, 1, 0, 8, 4).write(store)
+    recovery.failed(ranks, {0: 143, 1: 143})
+    assert recovery.short == ""
+    recovery.failed(ranks, {0: 1, 1: 200})
+    assert recovery.short == ""
+    recovery.failed(ranks, {0: 134, 1: 200}, aborted={0})
+    why = recovery.short
+    recovery.trains(1)
+    (event,) = view.events
+    assert event["kind"] == "recovered" and event["cause"] == why
+    assert why.startswith("rank 1 on node 0 ran out of memory") and why in caplog.messages[0]
+    later = replace(ranks[0], store=("", 0, "generation/1.cd"))
+    assert recovery.out_of_memory({0: later}) == ""
+    assert recovery.with_smaller_batch(later).resume.micro_batch == 4
 
 
 @pytest.mark.parametrize(("plan", "lost"), [(None, None), (RunStarted(10, 100, 100), 2)])

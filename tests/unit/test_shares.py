@@ -17,6 +17,7 @@ from tandem.data.batch_shares import (
     equal_shares,
     fits,
     given_shares,
+    halved,
     slice_of,
 )
 from tandem.data.sampler import GlobalOrder, TrainBatches
@@ -183,3 +184,44 @@ def test_a_run_that_goes_on_may_have_unequal_shares_unless_it_begins_anew(tmp_pa
 def test_the_next_batch_that_divides_is_named_once() -> None:
     with pytest.raises(ConfigError, match="--batch-size 1 does not divide evenly over 2 ranks; use 2$"):
         check_even(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "micro", "at_least", "expected"),
+    [
+        ([12, 12], None, 1, (12, 6)),
+        ([12, 12], 7, 1, (6, 3)),  # 12 samples are cut into 6 and 6
+        ([12, 12], 50, 1, (12, 6)),
+        ([12, 12], 1, 1, (1, None)),
+        ([12, 12], 3, 2, (3, 2)),
+        ([12, 12], 2, 2, (2, None)),
+        ([5, 5], None, 2, (5, 3)),  # into 3 and 2
+        ([5, 5], 3, 2, (3, None)),  # into 2, 2 and 1
+        ([3, 2], None, 1, (3, 2)),
+        ([3, 2], 2, 1, (2, None)),
+        ([9, 3], None, 1, (9, 5)),
+        ([9, 3], 4, 1, (3, None)),  # more than 3 micro-batches would be empty on a rank
+        ([9, 1], None, 1, (9, None)),
+        ([1], None, 1, (1, None)),
+    ],
+)
+def test_half_a_micro_batch_is_the_next_smaller_one_that_all_ranks_can_make(
+    sizes: list[int], micro: int | None, at_least: int, expected: tuple[int, int | None]
+) -> None:
+    assert halved(sizes, micro, at_least) == expected
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=4), st.none() | st.integers(1, 70))
+def test_halves_are_what_the_ranks_then_make_and_end(sizes: list[int], micro: int | None) -> None:
+    order = GlobalOrder(sum(sizes), sum(sizes), 0)
+    seen = []
+    while True:
+        ranks = range(len(sizes))
+        made = [TrainBatches(order, r, len(sizes), micro, 0, 1, sizes).micro_sizes(0) for r in ranks]
+        now, half = halved(sizes, micro)
+        assert max(map(max, made)) == now and min(map(min, made)) > 0
+        seen.append(now)
+        if half is None:
+            break
+        micro = half
+    assert seen == sorted(set(seen), reverse=True)

@@ -34,6 +34,8 @@ BITS_MAY_DIFFER = {
     "strategy",
 }
 PLACES = ("run_dir", "init_from")
+_Looked = tuple[bool, tuple[str, ...], int | None]
+"""(complete, changes, micro_batch) of resuming from a step; see `ResumeDecision`."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class ResumeDecision:
     needed: bool = False
     changes: tuple[str, ...] = ()  # log messages
     moved_to: PurePath | None = None  # where this run's outdated checkpoints were moved
+    micro_batch: int | None = None  # replaces --micro-batch-size, because larger ones ran out of memory
 
 
 def decide_resume(settings: Settings, store: CheckpointStore) -> ResumeDecision:
@@ -133,10 +136,8 @@ def _candidates(there: CheckpointStore, only: int | None) -> tuple[tuple[PurePat
     return tuple((there.directory, step) for step in ([only] if only is not None else there.steps()))
 
 
-def _look(
-    settings: Settings, store: CheckpointStore, step: int, whole: bool = False
-) -> tuple[bool, tuple[str, ...]]:
-    """Return (complete, changes) for resuming from `step`. Raises ConfigError for a different fingerprint."""
+def _look(settings: Settings, store: CheckpointStore, step: int, whole: bool = False) -> _Looked:
+    """Return what `_Looked` says about `step`. Raises ConfigError for a different fingerprint."""
     info = store.info(step)
     try:
         unknown = _check_fingerprint(settings, info, store.path(step))
@@ -155,12 +156,19 @@ def _look(
     complete = is_last and not info.get("owes_evaluation")
     if whole or complete:
         store.verify(step)
-    return complete, (*unknown, *_changes(info, settings))
+    # A person who has changed the setting since wants that size.
+    is_as_set = _saved(info).get("micro_batch_size") == settings.data.micro_batch_size
+    return (
+        complete,
+        (*unknown, *_changes(info, settings)),
+        info.get("micro_batch_fits") if is_as_set else None,
+    )
 
 
-def _begin_at(step: int, looked: tuple[bool, tuple[str, ...]], needed: bool) -> ResumeDecision:
-    complete, changes = looked
-    return ResumeDecision("complete" if complete else "resume", step, needed=needed, changes=changes)
+def _begin_at(step: int, looked: _Looked, needed: bool) -> ResumeDecision:
+    complete, changes, micro_batch = looked
+    kind: Literal["complete", "resume"] = "complete" if complete else "resume"
+    return ResumeDecision(kind, step, needed=needed, changes=changes, micro_batch=micro_batch)
 
 
 def _is_same_command(info: Mapping[str, Any], settings: Settings) -> bool:

@@ -106,7 +106,7 @@ MANIFEST = JsonShape(
 INFO = JsonShape({
     "settings": _table, "fingerprint": _fingerprint, "eval": _scores, "train_samples": count,
     "steps_per_epoch": count, "steps_planned": count, "ended_of": count, "task": text,
-    "data": _table,
+    "data": _table, "micro_batch_fits": count,
 })  # fmt: skip
 """The keys of `info` that this version reads. A later version may write more."""
 

@@ -59,6 +59,20 @@ def fits(sizes: Sequence[int], micro_batch_size: int | None) -> bool:
     return micro_batch_size is None or -(-max(sizes) // micro_batch_size) <= min(sizes)
 
 
+def halved(sizes: Sequence[int], micro_batch_size: int | None, at_least: int = 1) -> tuple[int, int | None]:
+    """Return (samples in the largest micro-batch of these shares, half of them or the next that is possible).
+
+    The second is None if there is no smaller one in which each micro-batch has `at_least` samples.
+    """
+    largest = max(sizes)
+    parts = min(-(-largest // (micro_batch_size or largest)), min(sizes))
+    now = -(-largest // parts)
+    for half in range(-(-now // 2), now):
+        if min(sizes) // -(-largest // half) >= at_least:
+            return now, half
+    return now, None
+
+
 def given_shares(
     text: str, batch_size: int, ranks: int, micro_batch_size: int | None = None
 ) -> tuple[int, ...]:

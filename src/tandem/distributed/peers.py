@@ -67,10 +67,10 @@ def is_peer_loss(error: BaseException, world_size: int) -> bool:
     The loss of the store through which ranks meet also counts. Everything else is an error of the task, and
     so is every error with a world size of one.
     """
-    return world_size > 1 and any(_is_of_a_peer(each) for each in _chain(error))
+    return world_size > 1 and any(_is_of_a_peer(each) for each in chain(error))
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def chain(error: BaseException) -> Iterator[BaseException]:
     """Yield the error, its causes and contexts, and the members of exception groups, each once."""
     seen = set[int]()
     left = [error]

@@ -181,9 +181,8 @@ class NodeAgent(SimpleElasticAgent):
                 self._workers.wait(ENDING_SECONDS)
             codes = self._workers.kill() or {0: code}
             how = self._describe_end(codes)
-            # A stop is requested but the ranks were killed or lost their peers, so nothing is saved yet. Node
-            # 0's memory may have a newer snapshot than the disk: start all ranks once more so that they save
-            # it.
+            # A stop is requested but the ranks were killed or lost their peers, so nothing is saved yet.
+            # Start all ranks once more, to save a snapshot in node 0's memory that is newer than the disk.
             if self._stop and self._work.is_retried(code) and code != INTERRUPTED_TWICE:
                 # A rank that was started only to save, and said why it could not, would fail again.
                 if not self._may_save() or (only_saves and self._node.view.last_words):
@@ -194,19 +193,18 @@ class NodeAgent(SimpleElasticAgent):
             # A third attempt would hang in the same place.
             if (again := self._same_hang_again()) is not None:
                 return PEER_LOST, again.text
-            # Charge the failure to one node only; see `_is_to_blame`.
-            if self._is_to_blame(code):
+            # A lack of memory is charged to no node: the micro-batch can be halved only a few times.
+            # Charge any other failure to one node only; see `_is_to_blame`.
+            if not self._recovery.short and self._is_to_blame(code):
                 self._budget.incidents += 1
             if self._budget.is_spent:
                 return KILLED if self._stop else PEER_LOST, f"{self._budget} is spent: {how}"
             log.warning("%s; restarting all ranks (generation %d)", how, self._restart + 2)
-            self._repeats.ended(code, self._positions, codes)
+            if not self._recovery.short:
+                self._repeats.ended(code, self._positions, codes)
 
     def _same_hang_again(self) -> Alarm | None:
-        """Return the hang that ended this generation if the previous one ended in the same way, else None.
-
-        Such a hang would recur at every restart.
-        """
+        """Return the hang that ended this generation and the previous one, and would recur; else None."""
         return self._hang if self._hang is not None and self._hang.again else None
 
     def _may_save(self) -> bool:
@@ -224,7 +222,8 @@ class NodeAgent(SimpleElasticAgent):
         """Describe on one line how a generation ended on this node."""
         if self._cause is not None:
             return str(self._cause) if self._cause.code == PEER_LOST else self._cause.in_one_line()
-        if known := self._known_cause():  # the codes are those of ranks that this agent has killed
+        # The codes are those of ranks that this agent has killed, or of any that lost a peer.
+        if known := self._known_cause() or self._recovery.short:
             return known
         shown = {PEER_LOST: f"{PEER_LOST} (lost other ranks)"}
         ends = (shown.get(each, str(each)) for each in sorted(set(codes.values())))
@@ -257,6 +256,7 @@ class NodeAgent(SimpleElasticAgent):
             codes = self._workers.codes()
             failed = failures(codes)
             explained = any(code != PEER_LOST for code in failed.values())
+            explained = explained or bool(self._recovery.out_of_memory(self._positions))
             if explained or None not in codes.values() or running_clock.now() > deadline:
                 return failed
             self._workers.pause(MONITOR_SECONDS)
@@ -479,7 +479,7 @@ class NodeAgent(SimpleElasticAgent):
         return dict(pids)
 
     def _position(self, worker: Any, group: Any, prefix: str) -> Position:
-        found = self._node.position(worker, group, prefix, self._restart)
+        found = self._recovery.with_smaller_batch(self._node.position(worker, group, prefix, self._restart))
         if not self._work.has_own_store:
             return found
         host, _, port = agreed(group.store, "tandem/master", r"[\w.:\[\]-]{1,255}:\d{1,5}").rpartition(":")

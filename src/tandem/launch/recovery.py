@@ -11,11 +11,13 @@ import logging
 import signal
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tandem.distributed.out_of_memory import newest_in
 from tandem.distributed.position import Position
-from tandem.errors import FINISHED, GPU_FAILED, PEER_LOST, STOPPED, shell_code, was_killed
+from tandem.errors import FINISHED, GPU_FAILED, PEER_LOST, STOPPED, is_own, shell_code, was_killed
 from tandem.launch.node_context import NodeContext
 from tandem.log import counted
 from tandem.text import format_duration
@@ -43,6 +45,8 @@ class Recovery:
         self._keys = list[str]()
         self._is_aborted = False
         self._why = ""
+        self.short = ""
+        """Which rank ran out of memory, and what follows; "" if that did not end the last generation."""
 
     def failed(
         self,
@@ -59,7 +63,7 @@ class Recovery:
         first = positions[0]
         prefix = f"{first.store[2] if first.store else ''}/killed/"
         self._since, self._step = time.monotonic(), self._node.view.rank_zeros_step()
-        self._why = why
+        self.short = ""
         self._keys = [f"{prefix}{node}" for node in range(first.nodes)]
         # Only if all others lost their peers: a rank that failed by itself explains the abort.
         self._is_aborted = bool(aborted) and all(
@@ -74,6 +78,10 @@ class Recovery:
         if any(code not in (FINISHED, STOPPED) for code in codes.values()):
             with contextlib.suppress(RuntimeError):  # the store is gone, and so are its readers
                 self._store.set(f"{prefix}{first.node_rank}", json.dumps(killed))
+            # A rank that failed by itself explains the end of the others.
+            if not any(code is not None and is_own(code) for code in codes.values()):
+                self.short = self.out_of_memory(positions)
+        self._why = why or self.short
 
     def has_lost_others(self, seconds: float = OTHERS_SECONDS) -> bool:
         """Return whether the ranks here were aborted because a rank of another node was killed or failed.
@@ -89,13 +97,27 @@ class Recovery:
             time.sleep(MONITOR_SECONDS)
         return False
 
+    def out_of_memory(self, positions: Mapping[int, Position]) -> str:
+        """Return which rank ran out of memory in the generation of these ranks, and what follows; else ""."""
+        found = newest_in(self._store)
+        here = positions[0].store if positions else None
+        return str(found) if found is not None and here is not None and found.prefix == here[2] else ""
+
+    def with_smaller_batch(self, position: Position) -> Position:
+        """Return the position with the micro-batch size that an earlier generation has left, if any."""
+        found = newest_in(self._store)
+        if found is None:
+            return position
+        return replace(position, resume=replace(position.resume, micro_batch=found.fits))
+
     def interrupted(self, number: int) -> None:
         """Log that a generation was ended for a waiting node: a new one, or one that lost a rank.
 
         A rank that computes for long, or is between two collectives, has not noticed the lost peer.
         """
         killed = ", ".join(_described(*each) for each in self._killed())
-        level, why = (logging.WARNING, killed) if killed else (logging.INFO, "a node wants to join")
+        known = killed or self._why
+        level, why = (logging.WARNING, known) if known else (logging.INFO, "a node wants to join")
         log.log(level, "%s; restarting all ranks (generation %d)", why, number)
 
     def trains(self, nodes: int) -> None:
@@ -115,6 +137,8 @@ class Recovery:
         again = f"training again after {format_duration(seconds)}{cost}"
         fields = {"seconds": round(seconds, 1), **({} if lost is None else {"steps_lost": lost})}
         killed = self._killed()
+        if self._why and all(code == ABORTED for _, _, code in killed):
+            killed = []  # by NCCL's watchdog, which saw only the consequence
         for rank, node, code in killed:
             log.warning("%s; %s", _described(rank, node, code), again)
             who = {"rank": rank, "node": node, "signal": signal_name(shell_code(code))}

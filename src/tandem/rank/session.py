@@ -63,6 +63,8 @@ class RankSession:
         self.beginning = ResumePoint(0, None)
         self.code = FINISHED
         """The rank's exit code. A run that was asked to stop sets it before its last save."""
+        self.advice = ""
+        """What helps against the error that ends this rank, if that is known."""
         self._began = time.monotonic()
         self._data: Mapping[str, Any] = {}
 
@@ -190,10 +192,12 @@ class RankSession:
         eval_every: str = "never",
         shares: tuple[int, ...] = (),
         recorded: Settings | None = None,
+        micro_batch: int | None = None,
     ) -> None:
         """Prepare `facts`, `event_schedule` and `saver` for `planned` steps, once the state is loaded.
 
-        Manifests have the settings in `recorded`, by default those that were given.
+        Manifests have the settings in `recorded`, by default those that were given. `micro_batch`: see
+        `RunInfo`.
         """
         settings = self.settings
         recorded = recorded or self.given
@@ -215,6 +219,7 @@ class RankSession:
             started=self._began,
             shares=shares,
             data=self._data,
+            micro_batch=micro_batch,
         )
         self.event_schedule = EventSchedule.of(
             order.steps_per_epoch,

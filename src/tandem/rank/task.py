@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -23,9 +24,11 @@ from tandem.errors import (
     PEER_LOST,
     STOPPED,
     PeerLostError,
+    SmallerBatchError,
     TandemError,
 )
 from tandem.rank.session import RankSession
+from tandem.rank.smaller_batches import Retreat
 from tandem.signals import StopFlag
 from tandem.slow_start import log_if_slow
 from tandem.tasks.base import task_class
@@ -60,6 +63,10 @@ def run_rank(
         with session:
             _run(session, job.chosen, stop)
         return session.code
+    except SmallerBatchError as error:
+        end_loaders()
+        log.info("%s", error, extra={"detail": in_one_line(error.__cause__ or error)})  # its agent warns
+        return error.exit_code
     except TandemError as error:
         # Loader processes ignore stop signals, so the rank ends them.
         end_loaders()
@@ -90,8 +97,14 @@ def run_rank(
         log.info(
             "the full traceback is in log/rank-%d.log", position.rank, extra={"detail": full_trace(error)}
         )
-        log.error("%s\nthe task failed: %s", short_trace(error), what_and_where(error))
+        log.error("%s\nthe task failed: %s", short_trace(error), _what(session, error))
         return FAILED
+
+
+def _what(session: RankSession, error: Exception) -> str:
+    """Return on one line why this rank failed, and what to do if that is known."""
+    what = str(error) if isinstance(error, TandemError) else what_and_where(error)
+    return f"{what}; {session.advice}" if session.advice else what
 
 
 def _tell(session: RankSession, error: Exception) -> None:
@@ -100,8 +113,7 @@ def _tell(session: RankSession, error: Exception) -> None:
     if not isinstance(error, PeerLostError):
         rank = session.position.rank
         node = session.position.node_rank
-        what = str(error) if isinstance(error, TandemError) else what_and_where(error)
-        reason = f"rank {rank} on node {node}: {what}"
+        reason = f"rank {rank} on node {node}: {_what(session, error)}"
         # Errors of torch can be longer than the 64 KiB that fit in a message.
         session.send(Event("rank_failed", time.time(), {"rank": rank, "reason": reason[:1000]}))
 
@@ -120,7 +132,10 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
     world = session.world
     clock = session.clock
     settings = session.settings
-    slices = settings.run, settings.data, settings.compute, settings.optimization, settings.exchange
+    # The agent tells only rank 0.
+    micro_batch = world.broadcast_json(session.position.resume.micro_batch)
+    data = settings.data if micro_batch is None else replace(settings.data, micro_batch_size=micro_batch)
+    slices = settings.run, data, settings.compute, settings.optimization, settings.exchange
     with log_if_slow("building data and model"):
         train_state = TrainState(*slices, world, clock, session.recorder, chosen)
     with clock.phase("resume"), log_if_slow("deciding where to resume"):
@@ -131,14 +146,14 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
         session.check_data(train_state.datasets.train)
         train_state.begin(session.beginning)
         train_state.check_state()
-    _plan(session, train_state)
+    _plan(session, train_state, micro_batch)
     evaluation = Evaluation(
         world,
         train_state.strategy,
         train_state.task,
         train_state.model,
         train_state.datasets.evaluation,
-        evaluation_batch_size(settings.evaluation, settings.data, world),
+        evaluation_batch_size(settings.evaluation, data, world),
         settings.compute.precision,
         train_state.workers,
         train_state.exchanges,
@@ -149,7 +164,8 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
     if session.position.restart == 0 and event_schedule.cadences["eval"].unit != "never":
         with log_if_slow("testing the evaluation"):
             evaluation.dry_run()
-    training = _training(session, train_state, evaluation, stop)
+    retreat = Retreat(session, data, train_state.shares, train_state.model)
+    training = _training(session, train_state, partial(retreat.scores, evaluation.scores), stop)
     session.begin_run(train_state.model)
     beginning = session.beginning
     planned = train_state.planned
@@ -157,10 +173,11 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
     with saver, log_if_slow(first) if world.is_first else nullcontext():
         # After the task has ended a run, another --steps or --epochs continues it.
         saver.is_end = beginning.ended_of == planned
-        if beginning.owes_evaluation:
-            repeat_evaluation(training)
-        with closing(cast("Generator[Any, None, None]", training.batches)):  # ends a profile that is open
-            finished = saver.is_end or train(training)
+        with retreat.watching():
+            if beginning.owes_evaluation:
+                repeat_evaluation(training)
+            with closing(cast("Generator[Any, None, None]", training.batches)):  # ends an open profile
+                finished = saver.is_end or train(training)
         if beginning.slot is not None and beginning.step == planned:
             saver.save(training.step)  # there was no step left to take, and the state exists only in memory
         clock.begin("drain")
@@ -168,7 +185,7 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
     session.finish(training.step, train_state.weights, train_state.schedule.used())
 
 
-def _plan(session: RankSession, train_state: TrainState) -> None:
+def _plan(session: RankSession, train_state: TrainState, micro_batch: int | None) -> None:
     """Plan the run, and log events that are never due."""
     settings = session.settings
     is_first = session.world.is_first
@@ -183,13 +200,14 @@ def _plan(session: RankSession, train_state: TrainState) -> None:
         train_state.planned,
         eval_every,
         train_state.shares,
+        micro_batch=micro_batch,
     )
     if is_first and not session.event_schedule.saves_every_evaluation():
         warn_of_unsaved_scores(settings.checkpoint, settings.evaluation.eval_every)
 
 
 def _training(
-    session: RankSession, train_state: TrainState, evaluation: Evaluation, stop: StopFlag
+    session: RankSession, train_state: TrainState, evaluate: Callable[[], dict[str, float]], stop: StopFlag
 ) -> TaskLoopState:
     """Assemble the loop. Rank 0's steps of --profile are recorded by torch.profiler."""
     world = session.world
@@ -210,7 +228,7 @@ def _training(
         nonfinite=train_state.nonfinite,
         stop=stop,
         batches=profiled(steps, window, first, profile),
-        evaluate=evaluation.scores,
+        evaluate=evaluate,
         ends=train_state.memory.after_evaluation,
         check_replicas=partial(check_replicas, world, train_state.strategy, train_state.model, recorder),
         saver=session.saver,

@@ -132,6 +132,12 @@ class RunDir:
         """Replace summary.json. Raises OSError."""
         write_json_atomic(self.folder / layout.SUMMARY, summary)
 
+    def record_micro_batch(self, samples: int) -> None:
+        """Show in config.json the micro-batch size that is used. Raises OSError."""
+        config = self.files().read(layout.CONFIG)
+        if config and config.get("micro_batch_size") != samples:
+            write_json_atomic(self.folder / layout.CONFIG, {**config, "micro_batch_size": samples})
+
     def forget_summary(self) -> None:
         """Remove the summary of an earlier end. Raises OSError."""
         (self.folder / layout.SUMMARY).unlink(missing_ok=True)
@@ -218,6 +224,12 @@ class RunDir:
             return decision
         for change in decision.changes:
             log.info("changed since the checkpoint: %s", change)
+        if decision.micro_batch is not None:
+            log.info(
+                "micro-batches of at most %d, because larger ones ran out of memory before the checkpoint; "
+                "--micro-batch-size sets another size",
+                decision.micro_batch,
+            )
         if decision.moved_to is not None:
             log.info("earlier checkpoints were moved to %s", decision.moved_to)
         return decision

@@ -37,7 +37,8 @@ class RunInfo:
 
     `settings` and `fingerprint` are stored in the manifest; `config_hash` is their digest. `started` is a
     time of time.monotonic(). The run resumes after `first_step` steps. `shares`: samples of each rank in a
-    batch; empty if equal. `data`: see `fingerprint.data_facts`.
+    batch; empty if equal. `data`: see `fingerprint.data_facts`. `micro_batch`: the micro-batch size that
+    replaces the setting, because larger ones ran out of memory.
     """
 
     run: RunConfig
@@ -55,6 +56,7 @@ class RunInfo:
     started: float
     shares: tuple[int, ...] = ()
     data: Mapping[str, object] = field(default_factory=dict)
+    micro_batch: int | None = None
 
 
 def identity(facts: RunInfo, save_steps: int | None) -> list[Sample]:
@@ -109,6 +111,7 @@ def manifest_info(
         "time": time.time(),
         "eval": dict(scores),
         **({"ended_of": facts.planned} if is_end else {}),
+        **({"micro_batch_fits": facts.micro_batch} if facts.micro_batch is not None else {}),
         **({"owes_evaluation": True} if owes_evaluation else {}),
     }
 
@@ -163,12 +166,22 @@ def write_summary(
         scores or "not evaluated",
         f"{recorder.meter.samples_per_second:,.0f}",
         digest[:12],
-        extra={"table": ending_table(summary, recorder.meter.total, facts.directory.where)},
+        extra={
+            "table": ending_table(summary, recorder.meter.total, facts.directory.where, facts.micro_batch)
+        },
     )
 
 
-def ending_table(summary: Mapping[str, Any], steps: Interval, run_dir: PurePath) -> dict[str, str]:
-    """Return what a person wants to know at the end, as {name: text}; `steps` are those of this launch."""
+def ending_table(
+    summary: Mapping[str, Any], steps: Interval, run_dir: PurePath, micro_batch: int | None = None
+) -> dict[str, str]:
+    """Return what a person wants to know at the end, as {name: text}; `steps` are those of this launch.
+
+    `micro_batch`: see `RunInfo`.
+    """
+    smaller = (
+        {} if micro_batch is None else {"micro-batch": f"{micro_batch}, as larger ones ran out of memory"}
+    )
     resumed = summary["resumed_from_step"]
     saved = summary["last_checkpoint_step"]
     since = f" since step {resumed:,}" if resumed else ""
@@ -188,6 +201,7 @@ def ending_table(summary: Mapping[str, Any], steps: Interval, run_dir: PurePath)
         "time": f"{format_duration(summary['wall_seconds'])}{since}, "
         f"{format_duration(steps.seconds)} of it in steps",
         "a step": ", ".join(shares) or "none taken",
+        **smaller,
         "ranks": f"{summary['world_size']} on {counted(summary['nodes'], 'node')}, "
         f"restarts: {summary['restarts']}"
         + (f", planned stops: {summary['planned_stops']}" if summary["planned_stops"] else ""),
@@ -210,6 +224,9 @@ def open_displays(
         return
     with reporting("remove the old summary.json"):
         facts.directory.forget_summary()
+    if facts.micro_batch is not None:
+        with reporting("write config.json"):
+            facts.directory.record_micro_batch(facts.micro_batch)
     journal = facts.directory.journal
     journal.rewind(step)  # even to 0: the run may have been killed before its first checkpoint
     if step:
@@ -235,7 +252,8 @@ def _log_derived_numbers(facts: RunInfo, model: nn.Module) -> None:
         counted(world.position.nodes, "node"),
         world.device.type,
         ":".join(map(str, facts.shares)) or f"{facts.batch_size / world.size:g}",
-        f"{facts.batch_size:,}",
+        f"{facts.batch_size:,}"
+        + (f" in micro-batches of {facts.micro_batch}" if facts.micro_batch is not None else ""),
         facts.precision,
         counted(facts.threads, "thread"),
     )

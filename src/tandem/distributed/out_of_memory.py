@@ -1,0 +1,69 @@
+"""Detect that a rank ran out of memory, and tell all agents which micro-batch to try next.
+
+The rank that ran out of memory writes to the agents' store before it exits. An agent whose ranks lose it as a
+peer can therefore read there why. Two ranks write the same sizes, because all ranks know all shares.
+"""
+
+import contextlib
+import json
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from tandem.distributed.peers import chain
+from tandem.errors import text_of
+from tandem.telemetry.messages import checked
+from tandem.torch_private import without_prefixes
+
+KEY = "tandem/out-of-memory"
+WORDS = re.compile(
+    r"CUDA (driver )?error: out of memory|CUDA out of memory|Cuda failure (\d+ )?'out of memory'"
+    r"|DefaultCPUAllocator: (can't allocate|not enough) memory"
+)
+"""The texts of torch's allocators and of NCCL. Since torch 2.5, most have the type OutOfMemoryError."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if `error`, or any of its causes or contexts, is a failed allocation of torch."""
+    return any(
+        isinstance(each, torch.OutOfMemoryError)
+        or (isinstance(each, RuntimeError) and WORDS.search(text_of(each)) is not None)
+        for each in chain(error)
+    )
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """A rank of the generation at `prefix` ran out of memory with micro-batches of `samples`.
+
+    The next generation uses micro-batches of at most `fits`.
+    """
+
+    prefix: str
+    rank: int
+    node: int
+    samples: int
+    fits: int
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} on node {self.node} ran out of memory with micro-batches of {self.samples}, "
+            f"so all ranks use {self.fits}"
+        )
+
+    def write(self, store: Any) -> None:
+        """Write it to the agents' store, where it is once this returns. Raises RuntimeError."""
+        store = without_prefixes(store)
+        store.set(KEY, json.dumps(asdict(self)))
+        store.check([KEY])  # a set has no answer, and this rank exits next
+
+
+def newest_in(store: Any) -> OutOfMemory | None:
+    """Return what a rank of this or an earlier generation has written to the agents' store, if any has."""
+    with contextlib.suppress(RuntimeError, ValueError, RecursionError):  # any client can write there
+        if store.check([KEY]):
+            found = checked(OutOfMemory, json.loads(store.get(KEY)))
+            return found if 0 < found.fits < found.samples else None
+    return None
