@@ -81,6 +81,8 @@ def verdict_in(store: TCPStore) -> VerdictError | None:
     except RuntimeError as error:
         raise StoreLostError from error
     code, _, why = text.partition(" ")
+    # POSIX exit codes have 8 bits. The length is checked first, because int() raises ValueError for
+    # thousands of digits.
     if code.isdecimal() and len(code) <= 3 and int(code) <= 255:
         said = f"another node ended the job with code {int(code)}: {one_line(why)}" if why else None
         return VerdictError(int(code), said)
@@ -90,9 +92,11 @@ def verdict_in(store: TCPStore) -> VerdictError | None:
 def leave_verdict(store: TCPStore, code: int, reason: str) -> None:
     """Publish the job result with its reason. The first one counts, but a failure replaces a success."""
     said = f"{code} {one_line(reason)}".strip()
+    # For torch's store, an expected value of "" means that the key must not exist yet.
     before = store.compare_set(VERDICT_KEY, "", said)
     # A node whose ranks succeeded may have published that before another node failed.
     if code != FINISHED and before.partition(b" ")[0] == str(FINISHED).encode():
+        # Not set(): a third node's failure may have replaced the success meanwhile, and the first counts.
         store.compare_set(VERDICT_KEY, before.decode(errors="replace"), said)
 
 
@@ -142,6 +146,7 @@ def heed_verdict(store: TCPStore, is_done: Callable[[], bool]) -> None:
         if verdict.code != FINISHED or is_done():
             raise
         log.warning("the store says that the job has finished, but it has not; continuing")
+        # A store that is gone shows at the next poll.
         with contextlib.suppress(RuntimeError):
             store.delete_key(VERDICT_KEY)
 
@@ -182,6 +187,7 @@ def host_store(placement: Placement) -> TCPStore:
     """Start the store that all agents and ranks use. Raises PeerLostError if its port is taken."""
     try:
         store = serve(placement, placement.master_port)
+        # Before the job's name: other nodes wait for that name, and then only check for a version.
         store.set(VERSION_KEY, __version__)
         store.set(JOB_KEY, placement.job)
         store.set(NODES_KEY, str(placement.nodes))

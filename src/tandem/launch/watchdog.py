@@ -158,6 +158,7 @@ class Watchdog:
         """Suspend hang detection between generations, and tell node 0 so."""
         if self._node != 0:
             with suppress(RuntimeError):
+                # Without beats, node 0 cannot take the silence of ended ranks for a hang.
                 self._tell_beats(store, self._generation, [])
                 self._tell_samples(store)
         with self._lock:
@@ -193,6 +194,7 @@ class Watchdog:
             # the GIL.
             if silent > 1.0:
                 state, *more = stat_of(self._pids.get(rank, 0)) or ["X"]
+                # utime and stime, fields 14 and 15 of proc(5).
                 heard.look(sum(map(int, more[10:12])), now)
             if state not in ENDED:  # the agent handles ranks that have ended
                 idle = now - max(heard.at, heard.worked_at)
