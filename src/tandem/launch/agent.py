@@ -127,7 +127,6 @@ def _run_connections(node: NodeContext, watchdog: Watchdog, server: TCPStore | N
                 # Before one, the same cause would recur at every attempt, so it has to spend this node's
                 # budget.
                 budget.incidents += 1
-            # No `leave`: the store that a result would be written to is gone.
             if budget.is_spent:
                 return AgentReport(PEER_LOST, f"{budget} is spent", budget.generations)
             why = error if isinstance(error, StoreLostError) else StoreLostError()

@@ -92,7 +92,8 @@ def verdict_in(store: TCPStore) -> VerdictError | None:
 def leave_verdict(store: TCPStore, code: int, reason: str) -> None:
     """Publish the job result with its reason. The first one counts, but a failure replaces a success."""
     said = f"{code} {one_line(reason)}".strip()
-    # For torch's store, an expected value of "" means that the key must not exist yet.
+    # For torch's store, an expected value of "" means that the key must not exist yet. See
+    # docs/architecture.md#who-decides-restarts for which result counts.
     before = store.compare_set(VERDICT_KEY, "", said)
     # A node whose ranks succeeded may have published that before another node failed.
     if code != FINISHED and before.partition(b" ")[0] == str(FINISHED).encode():

@@ -227,6 +227,7 @@ class Watchdog:
             # Not while ranks here finish steps, which need the ranks of node 0 as well.
             lost = self._node != 0 and since is not None and now - max(since, self._advanced_at) > limit
             if lost:
+                # Reports and cuts once per silence; the next answer starts the clock again.
                 self._last_exchange = None
             heard_at = {node: heard.at for node, heard in self._nodes.items()}
             if self._node != 0 and since is not None and not lost:
@@ -297,6 +298,8 @@ class Watchdog:
             heard = _Heard(beats, words.number, running_clock.now())
             with self._lock:
                 before = self._nodes.get(node)
+                # The store keeps the last report of a silent node, so only a new number is a heartbeat. The
+                # agent may have begun another generation during the read.
                 if generation == self._generation and (before is None or before.number != heard.number):
                     self._note_steps(before, heard)
                     self._nodes[node] = heard
@@ -360,6 +363,7 @@ def cut_connections(port: int) -> None:
             descriptor = int(name)
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
+            # A copy: `with` closes what it wraps, but torch's client owns the original.
             with socket.socket(fileno=os.dup(descriptor)) as copy:
                 if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getpeername()[1] == port:
                     copy.shutdown(socket.SHUT_RDWR)
