@@ -52,7 +52,9 @@ def run_agent(node: NodeContext) -> AgentReport:
     # (dynamic_rendezvous.py, `next_rendezvous`). tandem's ranks use the agents' store.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     placement = node.placement
+    # torch's engine polls once a second, which every restart would have to wait for.
     hasten_rendezvous(paces(placement.nodes).poll_seconds)
+    # Once, and not per connection: the other nodes keep using this store while this agent rejoins.
     server = node.endpoint.host() if placement.node_rank == 0 else None
     if server is not None and node.endpoint.is_open:
         text = "this job has no secret (%s): anyone who can reach port %d can end it; see docs/security.md"

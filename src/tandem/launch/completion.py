@@ -39,7 +39,8 @@ def await_other_nodes(
         store.add(key, 1)
     if node.placement.node_rank != 0:
         return
-    # A node that is restarted meanwhile reads it and exits with 0.
+    # A node that is restarted meanwhile reads it and exits with 0. See
+    # docs/architecture.md#user-scripts.
     publish_job_result(store, FINISHED, "")
     deadline = heard + config.master_timeout
     next_word = heard + WAITING_WORD_SECONDS

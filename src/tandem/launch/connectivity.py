@@ -194,6 +194,7 @@ def _free(placement: Placement, address: str) -> ConnectivityProblem:
     """Check whether node 0 could listen where the others look for it."""
     port = placement.master_port
     with socket.socket(family_of(address)) as probe:
+        # As the store does: connections of an earlier job in TIME_WAIT do not count.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address if placement.is_one_host else "", port))
@@ -251,6 +252,7 @@ def _nodes_and_skews(placement: Placement, connect: Connect) -> tuple[set[int], 
                 # Only a heartbeat that changes during this check is recent enough to compare.
                 if before.get(node.addr, beat) != beat and rank != placement.node_rank:
                     skew = time.time() - beat.timestamp()
+                    # The smallest counts, because the delay of writing and reading adds to the others.
                     skews[f"node {rank}"] = min(skew, skews.get(f"node {rank}", skew), key=abs)
                 before[node.addr] = beat
             time.sleep(RENDEZVOUS_POLL_SECONDS)

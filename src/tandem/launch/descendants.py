@@ -20,6 +20,8 @@ from tandem.timeouts import KILLED_SECONDS
 
 
 def _end_with_agent(_number: int, _frame: FrameType | None) -> None:
+    # Forked processes inherit this handler, and any process may send SIGCONT. Only the agent's death
+    # gives the fork server another parent.
     if os.getpid() == KEEPER and os.getppid() != AGENT:
         end_below(KEEPER, KILLED_SECONDS)
         os._exit(0)

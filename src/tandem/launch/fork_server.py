@@ -106,11 +106,13 @@ def _fork(preload: Sequence[str]) -> int:
     address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
+        # Before listen(): another user who connects could run code as this one.
         os.chmod(address, 0o600)
         listener.listen()
         alive, ours = os.pipe()  # closes when no process holds our end any more
         secret = _secret()
         imported, imports = os.pipe()
+        # Text in a buffer would be copied by the fork, and written by both processes.
         sys.stdout.flush()
         sys.stderr.flush()
         gc.freeze()  # garbage collection would write to shared pages and so copy them

@@ -85,6 +85,7 @@ def agreed(store: Any, key: str, form: str) -> str:
     Raises StoreLostError if it does not match the pattern `form`.
     """
     text = bytes(store.get(key)).decode(errors="replace")
+    # Without re.ASCII, \d also matches the digits of other scripts.
     if re.fullmatch(form, text, re.ASCII) is None:
         raise StoreLostError(f"invalid value {text[:40]!r} in the store for {key}")
     return text

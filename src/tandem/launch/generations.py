@@ -115,6 +115,8 @@ class NodeAgent(SimpleElasticAgent):
         """Run generations until one ends in a way that is not retried; return (exit code, reason)."""
         try:
             code, reason = self._run_generations()
+            # A task's checkpoints prove that all nodes are done; a script's nodes have to agree. See
+            # docs/architecture.md#user-scripts.
             if code == FINISHED and not self._work.saves and self._node.placement.nodes > 1:
                 await_other_nodes(self._node, self._root, self._handler, self._positions[0])
         except JobEndedError as result:
@@ -167,6 +169,7 @@ class NodeAgent(SimpleElasticAgent):
                 self._workers.kill()
                 self._has_saved = True
                 continue
+            # Read before `kill`, whose SIGKILLs would look like the cause.
             ended = self._workers.codes(), self._workers.aborted()
             self._recovery.failed(self._positions, *ended, why=self._known_cause())
             if code is None:

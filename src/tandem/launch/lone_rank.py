@@ -128,6 +128,7 @@ class LoneRank:
 
     def _leave_at_once(self, code: int, reason: str) -> None:
         """End this process, whatever its main thread is doing, without leaving files or processes behind."""
+        # A volume or tracker that hangs below must not outlast a second Ctrl-C.
         last = threading.Timer(AT_ONCE_SECONDS, os._exit, (code,))
         last.daemon = True
         last.start()

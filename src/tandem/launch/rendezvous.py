@@ -81,6 +81,8 @@ def job_end_in(store: TCPStore) -> JobEndedError | None:
     except RuntimeError as error:
         raise StoreLostError from error
     code, _, why = text.partition(" ")
+    # POSIX exit codes have 8 bits. The length is checked first, because int() raises ValueError for
+    # thousands of digits.
     if code.isdecimal() and len(code) <= 3 and int(code) <= 255:
         message = f"another node ended the job with code {int(code)}: {one_line(why)}" if why else None
         return JobEndedError(int(code), message)
@@ -92,9 +94,12 @@ def job_end_in(store: TCPStore) -> JobEndedError | None:
 def publish_job_result(store: TCPStore, code: int, reason: str) -> None:
     """Publish the job result with its reason. The first one counts, but a failure replaces a success."""
     value = f"{code} {one_line(reason)}".strip()
+    # For torch's store, an expected value of "" means that the key must not exist yet. See
+    # docs/architecture.md#who-decides-restarts for which result counts.
     before = store.compare_set(JOB_RESULT_KEY, "", value)
     # A node whose ranks succeeded may have published that before another node failed.
     if code != FINISHED and before.partition(b" ")[0] == str(FINISHED).encode():
+        # Not set(): a third node's failure may have replaced the success meanwhile, and the first counts.
         store.compare_set(JOB_RESULT_KEY, before.decode(errors="replace"), value)
 
 
@@ -144,6 +149,7 @@ def check_job_result(store: TCPStore, is_done: Callable[[], bool]) -> None:
         if result.code != FINISHED or is_done():
             raise
         log.warning("the store says that the job has finished, but it has not; continuing")
+        # A store that is gone shows at the next poll.
         with contextlib.suppress(RuntimeError):
             store.delete_key(JOB_RESULT_KEY)
 
@@ -184,6 +190,7 @@ def host_store(placement: Placement) -> TCPStore:
     """Start the store that all agents and ranks use. Raises PeerLostError if its port is taken."""
     try:
         store = serve(placement, placement.master_port)
+        # Before the job's name: other nodes wait for that name, and then only check for a version.
         store.set(VERSION_KEY, __version__)
         store.set(JOB_KEY, placement.job)
         store.set(NODES_KEY, str(placement.nodes))

@@ -38,6 +38,7 @@ def take_key(environ: MutableMapping[str, str]) -> bytes | None:
     if file:
         try:
             with Path(file).open(encoding="utf-8") as opened:
+                # The path may be a device without end. One character more shows that a secret is too long.
                 text = opened.read(LONGEST_SECRET + 1)
         except OSError as error:
             raise ConfigError(
@@ -47,6 +48,7 @@ def take_key(environ: MutableMapping[str, str]) -> bytes | None:
             raise ConfigError(
                 f"{SECRET_FILE}: {file} is not a text file; create it with: openssl rand -hex 32"
             ) from None
+    # Editors and echo end a file with a newline, which the variable on another node may not have.
     text = text.strip()
     if not SHORTEST_SECRET <= len(text) <= LONGEST_SECRET:
         raise ConfigError(

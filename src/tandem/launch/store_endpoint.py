@@ -113,6 +113,7 @@ class StoreEndpoint:
     def host_for_ranks(self) -> tuple[TCPStore, str]:
         """Start a store on node 0 for the ranks of one generation; return it and its public address."""
         if self._gate is None:
+            # Each generation needs a new store, and so any free port. See docs/architecture.md#user-scripts.
             store = serve(self.placement, 0)
         else:
             store = serve(self._here(), 0)
@@ -124,6 +125,8 @@ class StoreEndpoint:
         return store, f"{self.placement.master_host}:{store.port}"
 
     def _here(self) -> Placement:
+        # The proxy has the master's port, so the kernel chooses another. For a single host, `serve` listens
+        # on its address only.
         return replace(self.placement, master_host=LOOPBACK, master_port=0, nodes_share_host=True)
 
     def join(self, timeout_seconds: float, stop: StopFlag) -> TCPStore:
@@ -181,6 +184,7 @@ def announce(endpoint: StoreEndpoint, code: int, reason: str = "", stop: StopFla
         f"telling the other nodes, for up to {ANNOUNCE_SECONDS:.0f} s; press Ctrl-C to stop"
     )
     meant = TandemError, StoreLostError, StopRequestedError, RuntimeError, ValueError
+    # The caller exits with the error that is announced; one of the announcement must not replace it.
     with progress, contextlib.suppress(*meant):
         if placement.node_rank == 0:
             store = endpoint.host()

@@ -29,6 +29,7 @@ from tandem.timeouts import HANDSHAKE_SECONDS, QUIET_SECONDS
 
 log = logging.getLogger("tandem.agent")
 
+# OpenSSL refuses anonymous ciphers at any security level above 0.
 CIPHERS = "AECDH-AES256-SHA:@SECLEVEL=0"  # anonymous: authentication follows inside the connection
 GREETING = b"tandem: a job with a secret\n"
 NUMBER_BYTES = 32
@@ -50,6 +51,7 @@ def _context(is_server: bool) -> ssl.SSLContext:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2  # TLS 1.3 has no tls-unique
+    # A renegotiated or resumed session breaks the promise of tls-unique (triple handshake, RFC 7627).
     context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_TICKET | ssl.OP_NO_COMPRESSION
     context.set_ciphers(CIPHERS)
     return context
@@ -69,6 +71,8 @@ def _proof(key: bytes, role: bytes, connection: ssl.SSLSocket, *words: bytes) ->
     binding = connection.get_channel_binding("tls-unique")
     if not binding:
         raise ProxyRefusedError("the connection has no TLS channel binding")
+    # The role keeps a peer from sending a proof back to its author. The length keeps the joined parts
+    # unambiguous.
     return hmac.digest(key, b"".join((role, bytes([len(binding)]), binding, *words)), "sha256")
 
 
@@ -107,8 +111,10 @@ def accept_node(plain: socket.socket, key: bytes) -> tuple[ssl.SSLSocket, int]:
         theirs = _exactly(connection, NUMBER_BYTES)
         wanted = _exactly(connection, PORT_BYTES)
         words = (nonce, theirs, wanted)
+        # The node proves itself first. A stranger gets no digest for guessing the secret offline.
         proof = _exactly(connection, PROOF_BYTES)
         if not hmac.compare_digest(proof, _proof(key, b"node", connection, *words)):
+            # Not just a close: the other side can then report that the secrets differ.
             connection.sendall(NO_PROOF)
             raise ProxyRefusedError("a different secret")
         connection.sendall(_proof(key, b"node 0", connection, *words))
@@ -140,9 +146,12 @@ def relay(one: ssl.SSLSocket, other: socket.socket) -> None:
     """Copy bytes both ways until one side closes, then close both."""
     with one, other, selectors.DefaultSelector() as selector, contextlib.suppress(OSError):
         for each in (one, other):
+            # The timeouts were for connecting. A read of the store may wait for a key much longer.
             each.setblocking(True)
+            # A host that vanishes closes nothing, and this thread would wait for it without end.
             each.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, QUIET_SECONDS)
+            # The store's requests are small and wait for answers, which Nagle's algorithm would delay.
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             selector.register(each, selectors.EVENT_READ)
         while True:
@@ -207,6 +216,7 @@ class ProxyServer:
         self._stores.pop(name, None)
 
     def _serve(self, plain: socket.socket) -> None:
+        # A dual-stack socket shows IPv4 peers as mapped IPv6 addresses.
         address = str(plain.getpeername()[0]).removeprefix("::ffff:")
         self._make_room(plain, address)
         copy = plain.dup()  # TLS takes the copy over; `plain` stays open for `_make_room` to shut down

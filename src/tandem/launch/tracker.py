@@ -50,6 +50,7 @@ class TrackerProcess:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
+                # The environment last: what the user has set wins.
                 env=safe_path({**PATIENCE, **os.environ}),
                 preexec_fn=ignore_stop_signals,  # it ends with the agent, after the last rows
             )

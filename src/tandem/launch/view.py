@@ -277,6 +277,7 @@ class NodeView:
         self._beats[beat.rank] = beat
         self.on_heartbeat(beat)
         moved = before is None or beat.activity != before.activity
+        # A heartbeat alone is no progress: its thread runs on while training hangs.
         if before is None or moved or beat.step != before.step:
             self.last_progress = time.time()
         if not moved or self._state in FINAL_STATES:

@@ -158,6 +158,7 @@ class Watchdog:
         """Suspend hang detection between generations, and tell node 0 so."""
         if self._node != 0:
             with suppress(RuntimeError):
+                # Without beats, node 0 cannot take the silence of ended ranks for a hang.
                 self._tell_beats(store, self._generation, [])
                 self._tell_samples(store)
         with self._lock:
@@ -193,6 +194,7 @@ class Watchdog:
             # the GIL.
             if silent > 1.0:
                 state, *more = stat_of(self._pids.get(rank, 0)) or ["X"]
+                # utime and stime, fields 14 and 15 of proc(5).
                 heard.look(sum(map(int, more[10:12])), now)
             if state not in ENDED:  # the agent handles ranks that have ended
                 idle = now - max(heard.at, heard.worked_at)
@@ -225,6 +227,7 @@ class Watchdog:
             # Not while ranks here finish steps, which need the ranks of node 0 as well.
             lost = self._node != 0 and since is not None and now - max(since, self._advanced_at) > limit
             if lost:
+                # Reports and cuts once per silence; the next answer starts the clock again.
                 self._last_exchange = None
             heard_at = {node: heard.at for node, heard in self._nodes.items()}
             if self._node != 0 and since is not None and not lost:
@@ -295,6 +298,8 @@ class Watchdog:
             heard = _Heard(beats, words.number, running_clock.now())
             with self._lock:
                 before = self._nodes.get(node)
+                # The store keeps the last report of a silent node, so only a new number is a heartbeat. The
+                # agent may have begun another generation during the read.
                 if generation == self._generation and (before is None or before.number != heard.number):
                     self._note_steps(before, heard)
                     self._nodes[node] = heard
@@ -358,6 +363,7 @@ def cut_connections(port: int) -> None:
             descriptor = int(name)
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
+            # A copy: `with` closes what it wraps, but torch's client owns the original.
             with socket.socket(fileno=os.dup(descriptor)) as copy:
                 if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getpeername()[1] == port:
                     copy.shutdown(socket.SHUT_RDWR)

@@ -184,6 +184,7 @@ class Workers:
         """
         bounds = {self._bound_to(position) for position in self._positions.values()}
         for worker in [each for each in self._standby if self._bound_to(each.expected) not in bounds]:
+            # The process reads the end of the pipe and exits.
             worker.lifeline.close()
             self._standby.remove(worker)
         # One per call, so that a training generation keeps its cores.
@@ -272,6 +273,7 @@ class Workers:
 
         The ranks' peers are gone, so there is nothing to save.
         """
+        # Before the SIGKILLs below, which would hide how the ranks ended.
         ended = [rank.code for rank in self._ranks.values()]
         # First by process: a rank that has just been forked does not lead its process group yet.
         for pid in self.pids().values():
@@ -299,6 +301,7 @@ class Workers:
         alive = living()
         ours = os.getpid()
         forks = fork_server_pid()
+        # The next generation needs them.
         spared = {int(worker.process.pid or 0) for worker in self._standby}
         for each in alive.values():  # what this process itself has started stays in its session
             if each.parent == ours and each.session == os.getsid(0) and each.pid != forks:
@@ -344,6 +347,7 @@ class Workers:
 
     def end_standby(self) -> None:
         """End the standby processes: there is no next generation, or it needs new processes."""
+        # All pipes first, so that the processes end at the same time, within one limit.
         for worker in self._standby:
             worker.lifeline.close()
         deadline = time.monotonic() + DISMISSED_SECONDS

@@ -112,9 +112,11 @@ class ProgramWork:
         words = last_words(error_file(position), self._run.rank_log(position.rank))
         # A rank that could not save before it stopped exits with 137, but has not been killed.
         if was_killed(code) and not (words and is_of_tandem(words[-1])):
+            # The last output of a killed rank does not explain the kill.
             words = ()
         cause = Cause(position.rank, position.node_rank, position.node_name, code, words)
         if end.nodes > 1 and not end.stop:
+            # Without the store, this node's own cause is the best that is known.
             with contextlib.suppress(RuntimeError):
                 end.store.set(_ended_key(position), cause.to_json())
                 # A rank that was killed here is the cause. A failed one may only be the consequence of a kill
@@ -126,6 +128,7 @@ class ProgramWork:
         return code, cause
 
     def last_line(self, code: int, restarts: int) -> str:
+        # argparse exits with 2 when it rejects arguments, and writes the reason last.
         if code == MISCONFIGURED:
             with contextlib.suppress(OSError):
                 lines = tail(self._run.rank_log(0), 4000)[0].decode(errors="replace").splitlines()
@@ -167,6 +170,7 @@ def _explained_elsewhere(end: GenerationEnd, ours: Cause) -> Cause:
     while running_clock.now() < deadline:
         for key in [key for key in keys if end.store.check([key])]:
             try:
+                # Any client of the store can write there.
                 theirs = Cause.from_json(end.store.get(key))
             except ValueError:
                 continue

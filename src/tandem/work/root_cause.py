@@ -37,6 +37,7 @@ def failures(codes: Mapping[int, int | None]) -> dict[int, int]:
 def signal_name(code: int) -> str:
     """Return the name of the signal behind a shell exit code: SIGKILL for 137."""
     try:
+        # Most real-time signals have no name.
         return signal.Signals(code - 128).name
     except ValueError:
         return f"signal {code - 128}"
@@ -98,6 +99,7 @@ class Cause:
             words = json.loads(text)
             lines = tuple(_printable(line) for line in words["lines"])[:LINES_SHOWN]
             return checked(cls, {**words, "node_name": _printable(words["node_name"]), "lines": lines})
+        # Deeply nested JSON raises RecursionError.
         except (TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"no cause: {type(error).__name__}") from error
 
@@ -116,12 +118,14 @@ def last_words(error_file: Path, log: Path) -> tuple[str, ...]:
     """Return the last lines of a rank's traceback file, or else of its log, without the ~~^^ markers."""
     try:
         message = json.loads(error_file.read_text())["message"]
+        # The format of torch's error handler (TORCHELASTIC_ERROR_FILE).
         text = message["extraInfo"]["py_callstack"] if isinstance(message, dict) else str(message)
     except (OSError, ValueError, KeyError, TypeError):
         try:
             text = tail(log, 4000)[0].decode(errors="replace")
         except OSError:
             return ()
+    # Tracebacks underline the failing expression; such a line would take the room of one with words.
     return tuple(line for line in text.splitlines() if line.strip(" ~^"))[-LINES_SHOWN:]
 
 

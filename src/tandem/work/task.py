@@ -76,6 +76,7 @@ class TaskWork:
         if resume == "never":
             return True
         try:
+            # A run in an object store counts as uncertain; its ranks check the batch later.
             return resume == "auto" and self._run.is_here and not self._run.checkpoints.steps()
         except CheckpointError:
             return False
@@ -94,6 +95,7 @@ class TaskWork:
         if placement.node_rank == 0:
             with log_if_slow("reading the checkpoints"):
                 decision = self._run.decide(self._settings)
+            # No rank will run, so the task need not be importable any more.
             if decision.kind == "complete":
                 return decision
         with log_if_slow(f"importing the task {asked.task}"):
