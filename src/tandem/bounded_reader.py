@@ -43,6 +43,8 @@ KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
+# O_PATH: a directory on the way needs no read permission. O_NONBLOCK: opening a pipe without a writer would
+# block. O_NOCTTY: a terminal must not become this process's own.
 _DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
@@ -74,6 +76,7 @@ def text(value: object) -> str:
 
 def count(value: object) -> int:
     """Accept a natural number of 63 bits."""
+    # True is an int in Python, but no count.
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < LARGEST:
         raise TypeError("not a count")
     return value
@@ -215,6 +218,7 @@ def descriptor(folder: StrPath, name: str) -> int:
         found = os.open(last, _FILE, dir_fd=at)
     finally:
         os.close(at)
+    # Another process may have replaced the file after it was checked by name.
     if stat.S_ISREG(os.fstat(found).st_mode):
         return found
     os.close(found)
@@ -230,6 +234,7 @@ def _check_kind(at: int, name: str, wanted: int) -> None:
 def content(folder: StrPath, name: str, limit: int = RECORD_BYTES) -> bytes:
     """Return the content of a small file. Raises OSError, also if it is larger than `limit`."""
     with opened(folder, name) as file:
+        # One byte more shows that it is too large, even if it grows at the moment.
         found = file.read(limit + 1)
     if len(found) > limit:
         raise OSError(errno.EFBIG, f"{name} has more than {limit:,} bytes")
@@ -238,6 +243,7 @@ def content(folder: StrPath, name: str, limit: int = RECORD_BYTES) -> bytes:
 
 def parsed(raw: bytes) -> Any:
     """Parse JSON within the limits. Raises ValueError with what is wrong."""
+    # Counted before parsing, because parsed items take many times the memory of their text.
     if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > MOST_ITEMS:
         raise ValueError(f"has more than {MOST_ITEMS:,} items")
     try:
@@ -253,6 +259,7 @@ def parsed(raw: bytes) -> Any:
 
 def is_deep(value: object) -> bool:
     """Return whether a value is nested more than DEEPEST levels deep."""
+    # One level after another: recursion would fail at the depth that it is to find.
     level = [value]
     for _ in range(DEEPEST):
         level = [
@@ -323,6 +330,7 @@ class RunFiles:
                 record = typed(parsed(line), SHAPES[name])[0] if line[:1] == b"{" else _wrong(line)
             except ValueError:
                 stray += 1
+                # Lines of nonsense must not keep a reader busy.
                 if stray > MOST_STRAY_LINES:
                     self.problems.append(f"{name} has more than {MOST_STRAY_LINES:,} stray lines")
                     return
@@ -362,5 +370,6 @@ def _last_lines(file: BinaryIO) -> list[bytes]:
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - TAIL_BYTES))
     lines = file.read(TAIL_BYTES).splitlines()
+    # The read began within a line.
     whole = lines[1:] if size > TAIL_BYTES else lines
     return [line for line in whole[-MOST_LINES:] if 1 < len(line) <= LINE_BYTES]

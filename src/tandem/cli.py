@@ -42,6 +42,7 @@ def main() -> None:
     except TandemError as error:
         from tandem.log import printable
 
+        # A message may quote a file or a variable, with escape sequences for the terminal.
         print("\n".join(map(printable, f"tandem: {error}".split("\n"))), file=sys.stderr)
         code = error.exit_code
         # A node that fails before it joins would make the others wait until --master-timeout.
@@ -53,6 +54,7 @@ def main() -> None:
 
                 announce_error(sys.argv[2:], environ, error)
     except KeyboardInterrupt:
+        # The code of a shell for a process that SIGINT ended.
         code = 130
     except BrokenPipeError:
         if "torch" in sys.modules:  # with torch loaded, it may be another pipe than stdout

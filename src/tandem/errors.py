@@ -64,6 +64,7 @@ def job_code(codes: Sequence[int]) -> int:
     """
 
     def order(code: int) -> int:
+        # Failures that a restart cannot fix come first, or a platform would retry in vain.
         if code == MISCONFIGURED:
             return 0
         if is_own(code):
@@ -92,6 +93,7 @@ def text_of(error: BaseException) -> str:
     try:
         return str(error)
     except (Exception, SystemExit):
+        # `__str__` is the code of a user or a library, and may do anything.
         return "<exception str() failed>"
 
 

@@ -37,6 +37,7 @@ def wrap_stderr(node: int) -> None:
 
     Call `drain` before the process ends. A normal interpreter exit calls it.
     """
+    # Random, so that no program prints it by chance.
     marker = os.urandom(8).hex().encode()
     sys.stderr.flush()
     try:
@@ -70,7 +71,9 @@ def _start_writer(node: int, marker: bytes) -> int:
         os._exit(0)
     os.close(theirs)
     os.close(tell)
+    # It has ended at once and would stay a zombie.
     os.waitpid(starter, 0)
+    # The descriptor, because C++ code does not write to sys.stderr.
     os.dup2(ours, 2)
     os.close(ours)
     return done
@@ -83,6 +86,7 @@ def drain() -> None:
     """Wait until everything this process printed is written. Its container may end when it does."""
     while _drains:
         process, marker, done = _drains.pop()
+        # A fork inherits the list, but the writer answers the process that made the pipe.
         if process == os.getpid():
             with suppress(OSError, ValueError):
                 sys.stderr.flush()
@@ -91,6 +95,7 @@ def drain() -> None:
 
 
 def _become_the_writer(source: int) -> None:
+    # A kill of the process group would lose the last lines.
     os.setsid()
     ignore_stop_signals()
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -108,6 +113,7 @@ def write_on(source: int, to: int, node: int, marker: bytes, drained: Callable[[
     def write(text: bytes) -> None:
         with suppress(OSError):  # the reader is gone; programs that print must not notice
             while text:
+                # write(2) may take only a part.
                 text = text[os.write(to, text) :]
 
     def flush() -> None:
@@ -120,6 +126,7 @@ def write_on(source: int, to: int, node: int, marker: bytes, drained: Callable[[
             flush()
         chunk = os.read(source, LONGEST_BYTES)
         *lines, begun = (begun + chunk).split(b"\n")
+        # A JSON line that is cut is not JSON any more.
         longest = LONGEST_BYTES * (16 if begun.startswith(b"{") else 1)
         if begun and (not chunk or len(begun) > longest):
             lines, begun = [*lines, begun], b""

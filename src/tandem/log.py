@@ -65,12 +65,14 @@ def setup(
     if to_terminal:
         is_brief = path is not None and not json_lines and wanted > logging.DEBUG
         handlers.append(TerminalHandler(keeps_to_file=is_brief))
+        # Stderr may be a log file, and -q is for terminals.
         handlers[-1].setLevel(logging.DEBUG if writes_to_file() else wanted)
     formatter = JsonFormatter(rank, node) if json_lines else TextFormatter(rank, node)
     for handler in handlers or [logging.NullHandler()]:
         handler.setFormatter(formatter)
         logger.addHandler(handler)
     logger.setLevel(min(wanted, logging.INFO))  # a file also has the lines that -q hides from the terminal
+    # A script's handlers at the root logger would print each line again.
     logger.propagate = False
     return logger
 
@@ -80,6 +82,7 @@ def redirect_output(path: Path) -> None:
 
     From now on, `renew_outputs` keeps the file bounded.
     """
+    # O_APPEND: other processes write to this file, too.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -150,6 +153,7 @@ def _not_through_a_link(path: str, flags: int) -> int:
 def _file_handler(path: Path) -> logging.Handler:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # A file name may have bytes that are not UTF-8, which must not break the log.
         return FileHandler(path, mode="a", encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         reason = error.strerror or error
@@ -216,6 +220,7 @@ class TerminalHandler(logging.StreamHandler[TextIO]):
         text = super().format(record)
         if not self.stream.isatty() or is_dumb() or isinstance(self.formatter, JsonFormatter):
             return text
+        # no-color.org: any value turns colors off, but an empty one does not count.
         color = "" if os.environ.get("NO_COLOR") else COLORS.get(record.levelno, "")
         return f"{CLEAR}{color}{text}{color and PLAIN}"
 
@@ -285,6 +290,7 @@ class JsonFormatter(logging.Formatter):
         for key, value in vars(record).items():
             if key not in _STANDARD_FIELDS and line.get(key) is None:
                 line[key] = value
+        # A field that JSON does not have must not lose the line.
         return json.dumps(line, default=str, ensure_ascii=False)
 
 

@@ -58,6 +58,7 @@ def living() -> dict[int, Process]:
         if entry.isdigit():
             with suppress(OSError, IndexError, ValueError):
                 with open(f"/proc/{entry}/stat", "rb") as file:
+                    # The last bracket, because a process may have one in its name.
                     head, _, rest = file.read().rpartition(b")")
                 state, parent, _, session = rest[:64].split()[:4]
                 name = head.partition(b"(")[2].decode(errors="replace")
@@ -122,10 +123,12 @@ def control_groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, name = line.split(":", 2)
+            # The line of version 2 names no controllers.
             if controllers and controller not in controllers.split(","):
                 continue
             mount = root / "sys/fs/cgroup" / (controllers and controller)
             path = PurePosixPath(name.lstrip("/"))
+            # The limit of each group above counts as well.
             for each in (path, *path.parents) if name != "/" else (path,):
                 yield mount / each, 1 if controllers else 2
 
@@ -154,6 +157,7 @@ def memory_left(root: Path) -> int | None:
         ):  # "max" is no limit; a machine's outermost group has no such files
             stat = _numbers_in(folder / "memory.stat")
             free = int((folder / limit).read_text()) - int((folder / used).read_text())
+            # The kernel frees the page cache before it kills a process.
             left.append(max(0, free + sum(stat[name] for name in cached)))
     return min(left, default=None)
 

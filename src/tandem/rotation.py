@@ -172,6 +172,7 @@ class Output:
                 self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
             )
             for each in ours:
+                # dup2() makes a descriptor inheritable unless it is asked not to.
                 os.dup2(new, each, os.get_inheritable(each))
             self._stat = os.fstat(new)
             os.close(new)

@@ -31,6 +31,7 @@ def now() -> float:
 def _look() -> float:
     global _last
     then, shown = _last
+    # Another thread may have stored a later reading in the meantime.
     moment = max(time.monotonic(), then)
     shown += min(moment - then, LONGEST_GAP_SECONDS)
     _last = moment, shown
@@ -46,6 +47,7 @@ def _tick() -> None:
 def _reset_in_child() -> None:
     """Restart the clock in a forked child, which has only the thread that forked."""
     global _ticks, _last
+    # The clock itself continues: a deadline may be from before the fork.
     _ticks, _last = False, (time.monotonic(), _last[1])
 
 

@@ -17,6 +17,7 @@ LrScaling = Literal["none", "linear", "sqrt"]
 LrSchedule = Literal["constant", "linear", "cosine", "step"]
 
 CADENCE_VALID = "a cadence such as 200 (steps), 1epoch, 30s, 10% or never"
+# ASCII, because \d would match the digits of other scripts.
 _CADENCE = re.compile(r"(\d+(?:\.\d+)?)(steps?|epochs?|s|%)?", re.ASCII)
 _UNITS: dict[str, CadenceUnit] = {
     **{"": "steps", "step": "steps", "steps": "steps"},
@@ -79,6 +80,7 @@ class Cadence:
         return None if period is None else -(-period[0] // period[1])
 
 
+# Asked at each step, with the same few values.
 @lru_cache(maxsize=64)
 def _period_steps(
     value: float, unit: CadenceUnit, steps_per_epoch: int, steps_planned: int
@@ -89,6 +91,7 @@ def _period_steps(
     """
     per_unit: dict[str, Fraction | int] = {"steps": 1, "epochs": steps_per_epoch}
     per_unit["percent"] = Fraction(steps_planned, 100)
+    # repr() has the decimal that the user typed; the float differs from it.
     period = Fraction(repr(value)) * per_unit.get(unit, 0)
     return period.as_integer_ratio() if period > 0 else None
 

@@ -70,6 +70,7 @@ class StopFlag:
         """
         own = [number for number in SCHEDULERS_SIGNALS if callable(signal.getsignal(number))]
         for number in {*STOP_SIGNALS, *_hangup()}.difference(own):
+            # None is a handler that was not installed from Python, which cannot be restored.
             self._before[number] = signal.signal(number, self._handle) or signal.SIG_DFL
         running_clock.now()  # starts its thread outside of a handler
         unblock_stop_signals()
@@ -96,6 +97,7 @@ class StopFlag:
         handlers: the interpreter's C handler writes to a pipe (signal.set_wakeup_fd).
         """
         ours, wake = os.pipe()
+        # set_wakeup_fd() requires it: a full pipe must not block the handler.
         os.set_blocking(wake, False)
         self._wake = wake
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -107,6 +109,7 @@ class StopFlag:
     def _listen(self, ours: int, first: Callable[[], None], second: Callable[[], None]) -> None:
         has_said = False
         while number := os.read(ours, 1)[0]:
+            # The pipe has every signal with a Python handler, such as a script's own SIGCHLD.
             if number not in self._before:
                 continue
             self._count(number)
@@ -123,6 +126,7 @@ class StopFlag:
             signal.signal(number, handler)
         if self._wake is not None:
             signal.set_wakeup_fd(-1)
+            # No signal has the number 0; it ends the listener.
             os.write(self._wake, b"\0")
             os.close(self._wake)
             self._wake = None
@@ -183,10 +187,12 @@ def stop_together(with_this_process: Callable[[int], None]) -> None:
     """Make Ctrl-Z stop other process groups, too: `with_this_process(number)` sends them a signal."""
 
     def stop(_number: int, _frame: FrameType | None) -> None:
+        # Unlike SIGTSTP, it can be neither handled nor ignored.
         with_this_process(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)  # until it receives SIGCONT
         with_this_process(signal.SIGCONT)
 
+    # A shell without job control ignores it, and a program may handle it. Both stay.
     if signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
         signal.signal(signal.SIGTSTP, stop)
 

@@ -28,6 +28,7 @@ def log_if_slow(doing: str, silence: float = SILENCE_SECONDS, soon: float = SOON
         if not closing.wait(seconds) and last_line_at() == before:
             log.info("still %s", doing)
 
+    # This process never writes to a terminal, so no silence is noticed.
     if before is None:
         yield
         return

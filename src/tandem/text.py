@@ -10,6 +10,7 @@ def format_duration(seconds: float) -> str:
         return f"{seconds * 1000:.0f} ms" if seconds >= 0.0005 else "0 s"
     if seconds < 59.5:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    # Rounded before it is split into units, so that no part reads 60.
     whole = round(seconds) if seconds < 3599.5 else 60 * round(seconds / 60)
     for length, unit, part, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if whole >= length:
@@ -28,6 +29,7 @@ def shown(path: PurePath) -> PurePath:
 
 def nearest(name: str, known: Iterable[str], least: float = 0.6) -> str | None:
     """Return the known name most similar to `name`; None if none has at least that similarity, 0 to 1."""
+    # Imported here, because only a wrong name needs it.
     from difflib import get_close_matches
 
     return next(iter(get_close_matches(name, list(known), n=1, cutoff=least)), None)

@@ -219,9 +219,11 @@ def hasten_rendezvous(poll_seconds: float) -> None:
 
     engine = vars(dynamic_rendezvous)
     original = engine.get("_delay")
+    # Only once: a second call would wrap this function again.
     if original is not None and original.__module__ != __name__:
 
         def pause(seconds: float | tuple[float, float]) -> None:
+            # 1 is the pause between two reads. The other pauses are random, to separate nodes, and stay.
             original(poll_seconds if seconds == 1 else seconds)
 
         engine["_delay"] = pause
@@ -310,6 +312,7 @@ def leave_rendezvous(handler: Any) -> None:
     exit_kind = getattr(dynamic_rendezvous, "_RendezvousExitOp", None)
     executor = getattr(handler, "_op_executor", None)
     if exit_kind is not None and executor is not None:
+        # The engine's deadlines are times of the monotonic clock.
         executor.run(exit_kind(), time.monotonic() + LEAVE_SECONDS)
 
 

@@ -32,6 +32,7 @@ def detect(environ: Mapping[str, str]) -> bool:
 def read(facts: PlatformEnv) -> Placement:
     facts = facts.on("azureml", MARKS, COLUMNS)
     is_placed = any_set(facts.environ, ("NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR"))
+    # A job without a distribution has one instance, and none of these variables.
     nodes = facts.number("nodes", None if is_placed else 1)
     if nodes > 1 and not is_placed and not facts.flags.keys() >= {"node_rank", "host"}:
         raise ConfigError(

@@ -73,6 +73,7 @@ def _rank(facts: PlatformEnv) -> Placement:
     port = facts.number("port")
     host = facts.host()
     nproc = _ranks_here(facts, world, host)
+    # `_ranks_here` accepts a missing LOCAL_RANK only if all ranks are on this host.
     local_rank = facts.variable("LOCAL_RANK") if facts.environ.get("LOCAL_RANK") else rank
     nodes = facts.number("nodes", world // nproc)
     node_rank = facts.number("node_rank", rank // nproc)

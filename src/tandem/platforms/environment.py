@@ -72,6 +72,7 @@ class Placement:
     @property
     def is_one_host(self) -> bool:
         """Whether all nodes are on this host, so that no other host has to be served."""
+        # An elastic job may begin with one node and grow, so its store must be reachable from other hosts.
         return self.nodes_share_host or (self.nodes == 1 and (self.elastic or (1, 1))[1] == 1)
 
     def by_loopback(self) -> "Placement":
@@ -217,6 +218,7 @@ def assignments(sources: Mapping[str, str]) -> str:
 
 
 def parse_integer(name: str, value: str, minimum: int = 0, also: str = "") -> int:
+    # int() alone would also accept 1_000, spaces, signs and the digits of other scripts.
     if not re.fullmatch(r"[0-9]{1,9}", value) or int(value) < minimum:
         raise ConfigError(f"{name}: invalid value {value!r}; expected {also}an integer >= {minimum}")
     return int(value)

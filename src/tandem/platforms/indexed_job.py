@@ -21,6 +21,7 @@ def read(facts: PlatformEnv) -> Placement:
     facts = facts.on("indexed-job", MARKS, COLUMNS)
     host = facts.text("host")
     nodes = facts.number("nodes")
+    # Kubernetes tells a pod no other pod's address, so a default could only be wrong.
     if host is None and nodes > 1:
         raise facts.missing("host")
     host = host or LOOPBACK

@@ -27,6 +27,7 @@ def read(facts: PlatformEnv) -> Placement:
             "JOBSET_NAME is set but neither REPLICATED_JOB_NAME nor MASTER_ADDR is; "
             "set one in the container's env"
         )
+    # JobSet names a pod JOBSET-REPLICATEDJOB-JOB-POD, in a headless service with the JobSet's name.
     host = host or f"{names[0]}-{names[1]}-0-0.{names[0]}"
     return Placement(
         "jobset",

@@ -49,6 +49,7 @@ def read(facts: PlatformEnv) -> Placement:
     if not facts.sources("nodes"):
         raise facts.missing("nodes")
     low, high = _kubeflow_range(facts)
+    # The operator writes MIN:MAX only for an elasticPolicy.
     elastic = (low, high) if ":" in facts.environ.get("PET_NNODES", "") else None
     endpoint = facts.environ.get("PET_RDZV_ENDPOINT")
     host = facts.text("host")

@@ -78,6 +78,7 @@ def detect(environ: Mapping[str, str], hostname: str, asked: LaunchConfig = BY_I
         given["host"], given["port"] = split_address("--master", asked.master)
     bounds = value_range("--elastic", asked.elastic) if asked.elastic else None
     facts = PlatformEnv(environ, hostname, given, bounds)
+    # There is always one: laptop.py, the last in order, detects anything.
     platform = next(platform for platform in platforms() if platform.detect(environ))
     return _checked(platform.read(facts), replace(facts, columns=platform.COLUMNS))
 

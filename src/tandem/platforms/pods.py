@@ -9,5 +9,6 @@ def pod_name(hostname: str, master: str) -> str:
     Short names do not resolve there.
     """
     pod, (first, _, domain) = hostname.split(".")[0], master.partition(".")
+    # Pods of one set differ only in the indices at the end of their names.
     same_set = re.sub(r"(-[0-9]+)+$", "", pod) == re.sub(r"(-[0-9]+)+$", "", first)
     return f"{pod}.{domain}" if domain and same_set else pod

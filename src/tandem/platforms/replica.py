@@ -22,6 +22,7 @@ from tandem.bounded_reader import content, count, moment, parsed
 from tandem.errors import ConfigError, is_own
 from tandem.timeouts import RESOLVER_SECONDS, STAY_DOWN_SECONDS
 
+# Docker's own resolver has this address in every container of a user-defined network.
 RESOLVER = ("127.0.0.11", 53)
 ATTEMPTS = 5
 NOTES = Path("/var/lib/tandem")
@@ -61,6 +62,7 @@ def names_of(
     for _ in range(ATTEMPTS):
         # A random query ID, so that a stray packet is not taken for the answer.
         number = secrets.randbelow(2**16)
+        # 0x0100 asks for recursion; one question follows (RFC 1035, section 4.1.1).
         query = struct.pack(">6H", number, 0x0100, 1, 0, 0, 0) + question
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as channel:
             channel.settimeout(seconds)
@@ -86,6 +88,7 @@ def _pointers(answer: bytes, at: int) -> list[str]:
     for _ in range(struct.unpack_from(">H", answer, 6)[0]):
         _, at = _decode(answer, at)
         kind, _, _, length = struct.unpack_from(">HHIH", answer, at)
+        # The fixed fields that `kind` and `length` are from: type, class, TTL and length.
         at += 10
         if kind == _PTR:
             names.append(_decode(answer, at)[0])
@@ -122,6 +125,7 @@ def stay_down_code(run_dir: Path, container: str, now: float | None = None) -> i
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             record = parsed(content(folder, name))
             age = (time.time() if now is None else now) - moment(record["time"])
+            # A time in the future comes from a clock that was set back, and does not say when the run ended.
             if 0 <= age < STAY_DOWN_SECONDS:
                 return count(record["exit_code"])
     return None

@@ -70,6 +70,7 @@ def _hosts(facts: PlatformEnv) -> tuple[list[str], str]:
     resources = resources if isinstance(resources, dict) else {}
     hosts = _json(facts, "SM_HOSTS", json.dumps(resources.get("hosts") or []))
     here = facts.environ.get("SM_CURRENT_HOST") or resources.get("current_host")
+    # Sorted here, so that all hosts count alike, whichever variable the list is from.
     names = sorted({str(name) for name in hosts}) if isinstance(hosts, list) else []
     if not names or not here:
         lacking = "SM_CURRENT_HOST" if names else "SM_HOSTS"

@@ -64,8 +64,11 @@ def without_inherited_step(environ: Mapping[str, str], pid: int) -> Mapping[str,
 def _step_around(pid: int) -> tuple[str, str] | None:
     """Return the (job, step) of the nearest daemon above a process, called `slurmstepd: [JOB.STEP]`."""
     while pid > 1:
+        # The process may end meanwhile, and a mount with hidepid hides those of other users, such as
+        # slurmd's.
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+            # JOB+OFFSET is one part of a heterogeneous job.
             if match := re.match(r"slurmstepd: \[([0-9]+)(?:\+[0-9]+)?\.([^.\] ]+)\]", words):
                 return match[1], match[2]
         fields = stat_of(pid)
@@ -122,6 +125,7 @@ def _placed(facts: PlatformEnv) -> Placement:
             f"SLURM_STEP_NODELIST={','.join(names)}, SLURM_STEP_NUM_NODES={nodes}, SLURM_NODEID={node_rank} "
             f"and SLURMD_NODENAME={here} contradict each other; start with srun, and do not set them by hand"
         )
+    # Rank 0's agent hosts the store, and Slurm gives node 0 of the step the first name.
     host = facts.text("host") or names[0]
     if host.split(".")[0] in names[1:]:
         raise ConfigError(
@@ -185,6 +189,8 @@ def _without_step(facts: PlatformEnv) -> Placement:
 
     Several tasks on one node are allowed if the number of ranks is given.
     """
+    # SLURM_NTASKS is the batch script's request. With --nodes or --nproc, the command line says what is
+    # meant.
     names = ["SLURM_JOB_NUM_NODES"]
     if not {"nodes", "nproc"} & set(facts.flags):
         names.append("SLURM_NTASKS")
@@ -237,6 +243,7 @@ def _expand_bracket(bracket: str, nodelist: str) -> list[str]:
             raise ConfigError(
                 f"{nodelist!r} is not a Slurm node list; an example is node[1-3,7],gpu-a[01-02]"
             )
+        # Slurm keeps the zeros of the first number: gpu[08-10] is gpu08, gpu09 and gpu10.
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers
 

@@ -11,6 +11,7 @@ COLUMNS = Columns(("GROUP_WORLD_SIZE",), ("GROUP_RANK",), ("LOCAL_WORLD_SIZE",))
 
 
 def detect(environ: Mapping[str, str]) -> bool:
+    # LOCAL_RANK alone may be set by hand (by_hand.py); torchrun always sets both.
     return any_set(environ, ("TORCHELASTIC_RUN_ID",)) or bool(
         environ.get("LOCAL_RANK") and environ.get("LOCAL_WORLD_SIZE")
     )
@@ -20,6 +21,7 @@ def read(facts: PlatformEnv) -> Placement:
     facts = facts.on("torchrun", MARKS, COLUMNS)
     rank, local_rank, world = (facts.variable(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     nproc = facts.variable("LOCAL_WORLD_SIZE")
+    # Only to reject a --nproc that contradicts LOCAL_WORLD_SIZE.
     facts.nproc()
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     if nproc < 1 or rank >= world or local_rank >= nproc or nproc > world:

@@ -29,6 +29,7 @@ from tandem.verify.watched_run import WatchedRun, rank_processes
 ROUNDS = 3
 STEPS = 120
 """A run's samples/s exclude its first 20 steps."""
+# The fewest ranks that exchange gradients.
 CPU_RANKS = 2
 LOG_LINES = 10
 PEAK = re.compile(r"^tandem_torch_memory_peak_bytes\{[^}]*\} (\S+)", re.MULTILINE)
@@ -65,6 +66,7 @@ class Mode:
         """Return the median over rounds of its samples/s divided by the reference's."""
         if reference is None or not self.samples_per_second:
             return None
+        # A strategy that failed in a later round has fewer rates, and all lists begin with round 1.
         pairs = zip(self.samples_per_second, reference.samples_per_second, strict=False)
         return round(statistics.median(ours / theirs for ours, theirs in pairs), 3)
 
@@ -151,6 +153,8 @@ def compare(
                     _run(mode, steps, run_dir, arguments, environ, stop)
                 except RunFailedError as error:
                     mode.problem = f"failed: {error}"
+                    # The other strategies can still be compared. The exit code reports the failure at the
+                    # end.
                     failed = True
                     continue
                 rate = mode.samples_per_second[-1]
@@ -185,7 +189,9 @@ def _run(
         "--nproc": mode.ranks,
         "--run-dir": run_dir,
         "--steps": steps,
+        # About ten losses for each strategy, at the same steps, to compare them one by one.
         "--log-every": max(1, steps // LOG_LINES),
+        # Evaluations and saves would take time from the measured steps, and a restart would add a pause.
         "--eval-every": "never",
         "--checkpoint-every": "never",
         "--resume": "never",
@@ -193,15 +199,18 @@ def _run(
         "--metrics": 0,
         "--metrics-linger": 0,
         "--progress": "off",
+        # `root_cause.last_error` finds the reason of a failed run in lines of text.
         "--log-format": "text",
     }
     words = [str(word) for pair in flags.items() for word in pair]
     peaks: dict[int, int] = {}
+    # The flags of the comparison come last, because the last of two equal flags counts.
     with WatchedRun([sys.executable, "-m", "tandem", "launch", *arguments, *words], environ, run_dir) as run:
         run.finish(stop, lambda session: _look(session, peaks))
     lines = (run_dir / layout.METRICS).read_text().splitlines()
     on_gpus = [int(float(value)) for value in PEAK.findall((run_dir / layout.METRICS_PAGE).read_text())]
     mode.losses = [line["loss"] for line in map(json.loads, lines) if "loss" in line]
+    # torch counts memory only on GPUs, so a run on CPUs has no such metric.
     mode.memory_bytes.append(max(on_gpus or peaks.values(), default=0))
     mode.samples_per_second.append(json.loads((run_dir / layout.SUMMARY).read_text())["samples_per_second"])
 
@@ -213,6 +222,7 @@ def _look(session: int, peaks: dict[int, int]) -> None:
             status = Path(f"/proc/{pid}/status").read_text()
         except OSError:  # it has ended in the meantime
             continue
+        # The kernel's high-water mark: a peak between two looks counts as well.
         found = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
         if found:
             peaks[rank] = max(peaks.get(rank, 0), int(found[1]) * 1024)
@@ -246,6 +256,7 @@ def table(modes: Sequence[Mode], on_gpus: bool) -> str:
                 f"{mode.loss_difference(reference):.1g}" if mode.losses else "-",
             ]
         )
+    # The reason of a strategy without results is one long cell, which must not widen a column.
     full = [row for row in rows if len(row) == len(heads)]
     widths = [max(len(row[column]) for row in full) for column in range(len(heads))]
     return "\n".join(

@@ -74,6 +74,7 @@ class TaskParts:
         if self._number == 2:
             self._each = self._clock() - self._began
         left = self._each * (self.COUNT - self._number + self.LAST)
+        # The estimate is no more precise than 10 s, and too long is better than too short.
         to_go = f"; about {format_duration(10 * math.ceil(left / 10))} to go" if self._number > 1 else ""
         return Finding(f"{self._number} of {self.COUNT}", f"{what}{to_go}")
 
@@ -93,6 +94,7 @@ def check(
                 say_now(str(finding))
                 found.append(finding)
         except RunFailedError as error:
+            # A rejected setting or task is the user's mistake. It is not a finding about a task that runs.
             if error.exit_code == MISTAKEN:
                 raise
             found.append(Finding("wrong", f"a run ended with exit code {error.exit_code}: {error}"))
@@ -119,12 +121,14 @@ def with_progress_lines(say: Say) -> Iterator[Say]:
 
     def say_now(text: str) -> None:
         nonlocal last
+        # The thread below prints as well, and both change `last`.
         with lock:
             last = time.monotonic()
             say(text)
 
     def watch() -> None:
         while not closing.wait(max(0.0, last + CHECK_SAYS_SECONDS - time.monotonic())):
+            # A line may have been printed during the wait.
             if time.monotonic() - last >= CHECK_SAYS_SECONDS:
                 say_now(
                     str(Finding("...", f"still running after {format_duration(time.monotonic() - began)}"))
@@ -147,6 +151,7 @@ def findings(
     with tempfile.TemporaryDirectory(prefix="tandem-check-") as name:
         folder = Path(name)
         steps = min(settings.run.steps or STEPS, STEPS)
+        # Kernels of GPUs may add in any order, which would hide what the task itself does differently.
         runner = Runner([*arguments, f"--nproc={RANKS}", "--device=cpu"], environ, folder, steps, stop)
         yield parts.next(f"a run of {steps} steps on {RANKS} ranks")
         baseline = runner.uninterrupted()
@@ -158,11 +163,13 @@ def findings(
         wrong = any(f.level == "wrong" for f in compared(ranks))
         yield parts.next("the same run again")
         if again := difference(baseline, runner.uninterrupted()):
+            # The probes have named the method that differs, and this is its consequence.
             if not wrong:
                 yield Finding("wrong", f"two uninterrupted runs differ: {again}; {SEE['task']}", task)
             return  # killed runs would differ as well
         yield Finding("ok", "two uninterrupted runs are bit-identical")
         yield parts.next("a run that is killed and resumed")
+        # No seed: a check that is repeated kills at another step.
         trial = next(runner.trials(baseline, 1, random.Random()))
         if trial.difference is None:
             yield Finding("ok", str(trial))
@@ -206,6 +213,7 @@ def facts_of_ranks(settings: Settings, environ: Mapping[str, str], folder: Path)
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # Gloo would otherwise look up the host's name, which may not resolve. The runs use no GPU either.
             env=safe_path({**environ, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}),
             preexec_fn=stop_with_parent,
         )
@@ -224,6 +232,7 @@ def _facts(process: "subprocess.Popen[str]") -> ProbeResults:
         ) from None
     if process.returncode != FINISHED:
         raise RunFailedError((errors.strip() or f"code {process.returncode}").splitlines()[-1], FAILED)
+    # Only the last line: the task may print its own lines before.
     facts, unpicklable, task = json.loads(output.splitlines()[-1])
     return ProbeResults(
         [Fact(*each) for each in facts], [(location, text) for location, text in unpicklable], task

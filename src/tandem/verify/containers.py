@@ -24,6 +24,7 @@ Environment = Mapping[str, str]
 
 def findings(environ: Environment, namespaces: Path = USER_NAMESPACES) -> Iterator[ConnectivityProblem]:
     """Yield one line for each container runtime installed here."""
+    # Apptainer installs `singularity` as a link to itself, which would be the same line again.
     for name in ("apptainer", "singularity"):
         if program := _program(name, environ):
             yield _apptainer(name, program, environ, namespaces)
@@ -35,6 +36,7 @@ def _apptainer(name: str, program: str, environ: Environment, namespaces: Path) 
     works, answer = _answer([program, "--version"], environ)
     if not works:
         return ConnectivityProblem(name, "warn", f"{program} fails: {answer}", ASK)
+    # Root and the setuid helper mount images without user namespaces.
     if os.geteuid() and not _has_namespaces(namespaces) and not _is_setuid(name, program):
         return ConnectivityProblem(name, "warn", f"{answer}, and {NO_NAMESPACES}", ASK_SETUID)
     return _placed(name, answer, "slurm/train-apptainer.sbatch", environ)
@@ -48,6 +50,7 @@ def _pyxis(environ: Environment, namespaces: Path) -> Iterator[ConnectivityProbl
     version = answer if not enroot or not works else f"enroot {answer}"
     helps, options = _answer([srun, "--help"], environ) if srun else (True, "")
     is_loaded = PYXIS_OPTION in options
+    # Neither part is installed, so this cluster does not use Pyxis.
     if not enroot and not is_loaded:
         return
     if not works or not helps:
@@ -60,6 +63,7 @@ def _pyxis(environ: Environment, namespaces: Path) -> Iterator[ConnectivityProbl
         yield ConnectivityProblem(name, "warn", f"{version}, but {missing}", remedy)
     elif enroot and os.geteuid() and not _has_namespaces(namespaces):
         yield ConnectivityProblem(name, "warn", f"{version}, and {NO_NAMESPACES}", ASK)
+    # Pyxis starts enroot where slurmd runs the task. A login node may lack it.
     elif not enroot and "SLURMD_NODENAME" in environ:
         yield ConnectivityProblem(name, "warn", f"srun has {PYXIS_OPTION}, but {version} on this node", ASK)
     else:
@@ -105,5 +109,6 @@ def _has_namespaces(limit: Path) -> bool:
 def _is_setuid(name: str, program: str) -> bool:
     """Return True if the setuid helper is installed next to the program."""
     prefix = Path(program).resolve().parents[1]
+    # The directory depends on the distribution: Debian's packages install below lib/<triplet>.
     folders = ("libexec", "lib", f"lib/{platform.machine()}-linux-gnu")
     return any((prefix / folder / name / "bin" / "starter-suid").is_file() for folder in folders)

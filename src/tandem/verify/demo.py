@@ -25,6 +25,7 @@ FLAGS = {
     "--log-every": 10,
     "--metrics-linger": 0,
     "--progress": "off",
+    # `_page` finds the page's address in a line of text.
     "--log-format": "text",
 }
 
@@ -39,6 +40,7 @@ def demo(run_dir: Path, environ: Mapping[str, str], stop: StopFlag, say: Callabl
         raise ConfigError(f"{run_dir} already exists; choose a new directory with --run-dir")
     try:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
+        # A read-only place is reported here, and not by a launch whose log cannot be opened.
         run_dir.with_suffix(".log").touch()
     except OSError as error:
         raise ConfigError(
@@ -53,6 +55,7 @@ def demo(run_dir: Path, environ: Mapping[str, str], stop: StopFlag, say: Callabl
         run.finish(stop)
     files = RunDir(run_dir).files()
     killed = [each for each in files.events() if each.get("kind") == "rank_killed"]
+    # There is none if the run finished before the kill.
     for each in killed[:1]:
         after = format_duration(each["seconds"])
         say(f"{after} later both ranks trained again; steps lost: {each['steps_lost']}")

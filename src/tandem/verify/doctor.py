@@ -92,6 +92,7 @@ def _lines(settings: Settings, environ: Environment) -> Iterator[tuple[str, str]
     run_dir = settings.run.run_dir
     yield "tandem", f"{__version__}, Python {platform.python_version()}, {platform.platform()}"
     yield from _torch()
+    # A container's or job's cpuset limits the affinity, but not os.cpu_count().
     yield "cores", f"{len(os.sched_getaffinity(0))} for this process, {os.cpu_count()} in the machine"
     yield "memory", memory(Path("/"))
     yield "/dev/shm", _space(Path("/dev/shm"))
@@ -106,6 +107,7 @@ def _lines(settings: Settings, environ: Environment) -> Iterator[tuple[str, str]
 def _torch() -> Iterator[tuple[str, str]]:
     yield "torch", f"{torch.__version__}, {'CPU build' if torch.version.cuda is None else 'CUDA build'}"
     yield "CUDA", torch.version.cuda or "none in this build of torch"
+    # torch has no annotations for these two functions.
     cudnn: Callable[[], int | None] = torch.backends.cudnn.version
     nccl: Callable[[], tuple[int, ...]] = torch.cuda.nccl.version
     yield "cuDNN", dotted(cudnn()) or "none in this build of torch"
@@ -132,6 +134,7 @@ def memory(root: Path) -> str:
     text = f"{kib['MemTotal'] * 1024 / GIB:.1f} GiB, {kib['MemAvailable'] * 1024 / GIB:.1f} available"
     for name in MEMORY_LIMITS:
         if (root / name).is_file():
+            # A limit above the machine's memory limits nothing.
             limit = (root / name).read_text(encoding="utf-8").strip()
             if limit.isdigit() and int(limit) < min(NO_LIMIT_BYTES, kib["MemTotal"] * 1024):
                 text += f", limited to {int(limit) / GIB:.1f}"

@@ -67,6 +67,7 @@ def volume(run_dir: Path, save_bytes: float) -> Iterator[ConnectivityProblem]:
     A directory that does not exist yet is judged by its nearest existing parent.
     """
     there = next(each for each in (run_dir.absolute(), *run_dir.absolute().parents) if each.exists())
+    # First, because access(2) fails on a read-only mount as well, where chown does not help.
     if os.statvfs(there).f_flag & os.ST_RDONLY:
         yield ConnectivityProblem(
             "run volume", "fail", f"{there} is read-only", "mount it for writing, or use another --run-dir"
@@ -83,6 +84,7 @@ def volume(run_dir: Path, save_bytes: float) -> Iterator[ConnectivityProblem]:
     if usage.free < max(save_bytes, 2 * TRIED_BYTES):
         yield ConnectivityProblem("space", "fail", text, remedy)
         return
+    # A new checkpoint is complete before an old one is removed, so both need space.
     if usage.free < max(2 * save_bytes, ENOUGH_SPACE_BYTES):
         yield ConnectivityProblem("space", "warn", text, remedy)
     else:
@@ -95,12 +97,14 @@ def _owner(folder: Path, is_run: bool) -> ConnectivityProblem:
     me = os.geteuid()
     mode = stat.S_IMODE(seen.st_mode)
     who = f"{folder} belongs to user {seen.st_uid}, mode {mode:o}; this process runs as user {me}"
+    # Files are written as the effective user; access(2) tests the real one by default.
     if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
         remedy = f"`chown {me}` it (Kubernetes: fsGroup), run as user {seen.st_uid}, or another --run-dir"
         return ConnectivityProblem("owner", "fail", f"{who}, who cannot write there", remedy)
     if is_run and seen.st_uid != me:
         remedy = f"run as user {seen.st_uid}, who may otherwise be unable to read the files written"
         return ConnectivityProblem("owner", "warn", who, remedy)
+    # Only the run's directory: a parent such as /tmp is writable for all on purpose.
     if is_run and mode & stat.S_IWOTH:
         return ConnectivityProblem("owner", "warn", f"{who}: anyone can write there", f"`chmod o-w {folder}`")
     return ConnectivityProblem("owner", "pass", who)
@@ -110,9 +114,11 @@ def _written(folder: Path) -> ConnectivityProblem:
     """Write a file in the way a checkpoint is committed: write, fsync, rename, fsync of the directory."""
     name = "run volume"
     try:
+        # On the volume itself, because rename(2) works only within one file system.
         with tempfile.TemporaryDirectory(prefix=".tandem-doctor-", dir=folder) as made:
             first = Path(made) / "new"
             last = Path(made) / "committed"
+            # Two clocks: this one is compared with the file server's, and the monotonic one measures.
             began = time.time()
             before = time.monotonic()
             with first.open("wb") as file:
@@ -120,6 +126,7 @@ def _written(folder: Path) -> ConnectivityProblem:
                 file.flush()
                 os.fsync(file.fileno())
             first.rename(last)
+            # A rename is durable only after fsync of the directory (fsync(2)), which some mounts reject.
             descriptor = os.open(made, os.O_RDONLY)
             try:
                 os.fsync(descriptor)

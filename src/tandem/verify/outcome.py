@@ -65,6 +65,7 @@ class Outcome:
 def difference(one: Outcome, other: Outcome) -> str | None:
     """Describe how two runs differ: the first step with another loss, the first other tensor; or None."""
     found = []
+    # A log that ends earlier differs at its first missing line.
     nothing: dict[str, Any] = {}
     for here, there in zip_longest(one.losses, other.losses, fillvalue=nothing):
         if here != there:
@@ -98,6 +99,7 @@ def digest(values: Mapping[str, Any]) -> str:
     """Return the SHA-256 of named values, ordered by name: tensors by dtype, shape and bytes."""
     total = hashlib.sha256()
     for name, value in sorted(values.items()):
+        # The zero byte ends the name. Otherwise another split of the same characters would have this digest.
         total.update(f"{name}\0".encode())
         total.update(_bytes(value))
     return total.hexdigest()
@@ -107,8 +109,11 @@ def _bytes(value: Any) -> bytes:
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(value)
     if not isinstance(value, torch.Tensor):
+        # repr() has all digits of a float.
         return repr(value).encode()
+    # Bytes, not values: NaN differs from itself, and -0.0 equals 0.0. A scalar needs a dimension for view().
     raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    # Zeros of two dtypes or shapes may have the same bytes.
     return f"{value.dtype}{tuple(value.shape)}".encode() + raw
 
 

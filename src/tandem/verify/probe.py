@@ -63,8 +63,10 @@ def _facts_in(world: ProcessGroup, settings: Settings) -> ProbeResults:
     config = settings.data
     made = load_task(run.task, run.task_fields, config.data_dir, config.download)
     task = WholeTask(made)
+    # As in training: two downloads to one directory would collide.
     world.once_per_node(task.prepare)
     datasets = datasets_of(task)
+    # Rank 0 of 1 on every rank: each reads whole batches, which must then be equal.
     reader = BatchReader(config, run.seed, 0, 1, task.collate, world.device, world.gather)
 
     def batches() -> list[Any]:
@@ -79,6 +81,7 @@ def _facts_in(world: ProcessGroup, settings: Settings) -> ProbeResults:
         return made
 
     facts = []
+    # `of_rank` gives each rank other samples, and an iterator cannot be read twice.
     if not hasattr(datasets.train, "of_rank") and can_be_read_again(datasets.train, 0, 1):
         seen = [batches(), batches()]
         facts.append(_fact("samples", samples_at(made, task, datasets.train), lambda n: seen[n]))
@@ -86,6 +89,7 @@ def _facts_in(world: ProcessGroup, settings: Settings) -> ProbeResults:
     if facts[0].name == "samples":
 
         def loss(number: int) -> Any:
+            # A new model for each call, because a forward pass changes buffers such as BatchNorm's.
             module = model().train()
             seed_micro_step(run.seed, 0, 0, 0)
             met: list[str] = []
@@ -103,6 +107,7 @@ def _facts_in(world: ProcessGroup, settings: Settings) -> ProbeResults:
 
 
 def _fact(name: str, location: str, make: Callable[[int], Any]) -> Fact:
+    # A message has room for 12 digits, and 48 bits tell two results apart.
     return Fact(name, location, *(digest(flat(make(number)))[:12] for number in (0, 1)))
 
 

@@ -75,6 +75,7 @@ def verify(
     steps = min(settings.run.steps or STEPS, STEPS)
     with tempfile.TemporaryDirectory(prefix="tandem-verify-") as folder:
         if on_gpus := settings.compute.device != "cpu" and bool(gpus_of(environ)):
+            # Kernels of GPUs may add in any order, so that two uninterrupted runs would already differ.
             arguments = [*arguments, "--deterministic=true"]
         runner = Runner(arguments, environ, Path(folder), steps, stop, script)
         baseline = runner.uninterrupted()
@@ -85,6 +86,7 @@ def verify(
         shown = ", ".join(f"{part} {value[:12]}" for part, value in baseline.digests().items())
         say(f"uninterrupted: {shown}{', on GPUs with --deterministic' if on_gpus else ''}")
         done: list[Trial] = []
+        # No seed: a proof that is repeated kills at other steps.
         for trial in runner.trials(baseline, trials, random.Random()):
             done.append(trial)
             say(f"trial {len(done)} of {trials}: {trial}")
@@ -149,6 +151,7 @@ class Runner:
         Raises RunFailedError with its last lines of output, and ConfigError for a script without a tandem
         loop.
         """
+        # One save, at the end: how often a run saves must not change its result either.
         run = self._new_run(save_every=self._steps)
         with run:
             run.finish(self._stop)
@@ -172,6 +175,7 @@ class Runner:
         for attempt in range(TRIES):
             save_every = chance.randint(1, max(1, self._steps // 8))
             latest = (baseline.step - 4) // (attempt + 1)  # a short run may end before the signal arrives
+            # After the first save, so that there is a checkpoint to resume from.
             step = chance.randint(min(save_every, latest), max(1, latest))
             targets = [chance.choice([None, chance.randrange(baseline.world_size)]) for _ in range(kills)]
             try:
@@ -197,8 +201,10 @@ class Runner:
                 for kill in kills:
                     trial.kills.append((run.kill(kill, self._stop), kill.rank))
                 run.finish(self._stop)
+            # The baseline succeeded with these settings, so resuming is at fault.
             except RunFailedError as error:
                 trial.difference = f"it could not resume: {error}"
+        # Nothing was resumed, so an equal result would prove nothing.
         if run.had_finished(baseline.step):
             raise EndedFirstError
         trial.resumed_from = run.resumed_from()
@@ -235,7 +241,9 @@ class Runner:
             "--steps": self._steps,
             "--checkpoint-every": save_every,
             "--resume": "auto",
+            # Each step's loss is compared.
             "--log-every": 1,
+            # The kills are the test, so the budget must never end the run.
             "--max-restarts": 100,
             "--metrics": 0,
             "--metrics-linger": 0,
@@ -244,5 +252,6 @@ class Runner:
         }
         own = [str(word) for pair in flags.items() for word in pair]
         words = self._script.words() if self._script is not None else []
+        # The trial's flags come last, because the last of two equal flags counts.
         command = [sys.executable, "-m", "tandem", "launch", *self._arguments, *own, *words]
         return WatchedRun(command, self._environ, run_dir)

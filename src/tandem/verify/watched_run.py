@@ -57,6 +57,8 @@ class WatchedRun:
         Raises EndedFirstError, and RunFailedError if it ends by itself with an error.
         """
         process = self._started()
+        # After a resume, the log already has the step from the generation before. The kill must hit a
+        # generation that has trained.
         while self._logged_step() < kill.step or len(self._events("training")) <= self._generations:
             self._look(process, stop)
             time.sleep(STEP_POLL_SECONDS)
@@ -65,9 +67,11 @@ class WatchedRun:
             self._kill_all()
         else:
             victim = rank_processes(process.pid).get(kill.rank)
+            # The rank ended by itself after the last look.
             if victim is None:
                 raise EndedFirstError
             os.kill(victim, signal.SIGKILL)
+        # Read again: the run finished more steps before the signal arrived.
         return self._logged_step()
 
     def finish(self, stop: StopFlag, look: Callable[[int], None] | None = None) -> None:
@@ -107,6 +111,7 @@ class WatchedRun:
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
+            # A run that is killed and resumed has one log, whose end explains a failure.
             with self._output.open("ab") as output:
                 self._process = subprocess.Popen(
                     self._command,
@@ -114,6 +119,8 @@ class WatchedRun:
                     stdout=output,
                     stderr=output,
                     env=safe_path(self._environ),
+                    # Ctrl-C reaches the terminal's foreground group only. This process decides when the run
+                    # ends.
                     start_new_session=True,
                     preexec_fn=stop_with_parent,
                 )
@@ -133,6 +140,7 @@ class WatchedRun:
     def _logged_step(self) -> int:
         """Return the step of the last complete line of metrics.jsonl; 0 if there is none."""
         try:
+            # The file does not exist before the first step, and its last line may be half written.
             whole = (self._run_dir / layout.METRICS).read_bytes().rpartition(b"\n")[0]
         except OSError:
             return 0
@@ -140,12 +148,14 @@ class WatchedRun:
 
     def _kill_all(self) -> None:
         if self._process is not None:
+            # Listed before the kill: orphans get another parent and cannot be found below this process.
             all_below = below(self._process.pid)
             with suppress(ProcessLookupError):
                 # First kill the process that would restart the others.
                 os.killpg(self._process.pid, signal.SIGKILL)
             send(signal.SIGKILL, all_below)
             self._process.wait()
+            # The next launch uses the same run directory, so the killed ranks must not write there any more.
             deadline = time.monotonic() + KILLED_SECONDS
             while any(is_alive(each.pid) for each in all_below) and time.monotonic() < deadline:
                 time.sleep(END_LOOK_SECONDS)
