@@ -126,7 +126,7 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
             session.recorder.close()
             return
         # The state that is loaded next has a position, which refers to these samples.
-        session.check_data(learner.datasets.train)
+        session.check_data(learner.datasets.train, learner.order)
         learner.begin(session.beginning)
         learner.check_state()
     _plan(session, learner)
