@@ -17,6 +17,7 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 from tandem.data.datasets import TensorImages, TensorRows
 from tandem.data.fetch import is_stream
 from tandem.data.sampler import TORCH, GlobalOrder
+from tandem.data.token_files import TokenWindows
 
 PLACES = 8
 ELEMENTS = 4096
@@ -77,6 +78,8 @@ def _sample(dataset: Any, place: int) -> list[Any]:
         return [_number(dataset.images[place]), _number(dataset.labels[place])]
     if isinstance(dataset, TensorRows):
         return [_number(dataset.inputs[place]), _number(dataset.targets[place])]
+    if getitem is TokenWindows.__getitem__:
+        return [_number(dataset[place][0])]
     if getitem is Subset.__getitem__:
         inner = int(dataset.indices[place])
         return [inner, *_sample(dataset.dataset, inner)]
