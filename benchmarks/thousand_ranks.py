@@ -1,7 +1,7 @@
 """What node 0 and rank 0 have to do when there are 1,024 ranks, in one process: CPU time, not seconds.
 
     python benchmarks/thousand_ranks.py [--ranks 1024] [--per-node 8] [--samples 100000000] [--json FILE]
-    python benchmarks/thousand_ranks.py --only order --samples 1000000000    # 4 GB, minutes
+    python benchmarks/thousand_ranks.py --only order --samples 1000000000
 
 The parts are tandem's own, given what so many ranks would say: the store is a real one, with the other nodes'
 words in it, asked over loopback. Each figure is the median of some calls. What is done once per start or per
@@ -12,10 +12,10 @@ import argparse
 import json
 import logging
 import pickle
-import resource
 import statistics
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 
 from table import Row, finish
 from tandem.config.slices import LaunchConfig
-from tandem.data.sampler import GlobalOrder
+from tandem.data.sampler import STEPS_AT_ONCE, GlobalOrder
 from tandem.distributed.consensus import ConsensusReader, pack, proposal_slots
 from tandem.launch.elastic import LastCall
 from tandem.launch.rendezvous_state import STATE_KEY, WatchfulBackend, paces
@@ -223,23 +223,52 @@ def rendezvous(nodes: int) -> Row:
 
 
 def sampler(samples: int) -> list[Row]:
-    """An epoch's order is drawn on every rank, once an epoch; a resume seeks in it."""
-    order, began, before = GlobalOrder(samples, 1024 * 32, 0), time.process_time(), peak_bytes()
-    order.batch(0)
-    drawn, held = time.process_time() - began, peak_bytes() - before
-    step = order.steps_per_epoch // 2
-    sought = cpu_ms(lambda: order.batch(step), 50)
-    each = f"{drawn * 1e9 / samples:.1f} ns per sample"
-    taken = f"{drawn:.2f} s, {held / 1e9:.2f} GB"
-    return [
-        Row(f"order of an epoch of {samples:,} samples", 1, taken, "", each, passed=None, seconds=drawn),
-        row("samples of one step from that order", sought),
-    ]
+    """Every rank computes its own samples of the next steps, wherever the run begins."""
+    target, places = f"at most {LIMIT_MS:g} ms and 1 MB", slice(None)
+    found = []
+    for place, step in (("first step", 0), ("step 10,000,000", 10_000_000)):
+        ms = cpu_ms(lambda step=step: _new_order(samples).indices(step, places))
+        held = _peak_bytes(samples, step, places)
+        said = f"{ms:.2f} ms, {held / 1e6:.2f} MB"
+        row_of_place = Row(
+            f"{place} of an order of {samples:,} samples",
+            CALLS,
+            said,
+            target=target,
+            passed=ms <= LIMIT_MS and held <= 1e6,
+            seconds=ms / 1000,
+        )
+        found.append(row_of_place)
+    return [*found, *(_each_step(samples, share) for share in (64, 256, 1024))]
 
 
-def peak_bytes() -> int:
-    """The most memory that this process has held so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _new_order(samples: int) -> GlobalOrder:
+    return GlobalOrder(samples, 256, seed=0)
+
+
+def _peak_bytes(samples: int, step: int, places: slice) -> int:
+    """The most memory of an order from its start to its first step: NumPy's arrays, and what it keeps."""
+    tracemalloc.start()
+    order = _new_order(samples)
+    order.indices(step, places)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return most + (order._cached[1].nbytes if order._cached else 0)
+
+
+def _each_step(samples: int, share: int) -> Row:
+    """Steps one after the other, of which every few compute the next ones."""
+    order, steps = GlobalOrder(samples, share, seed=0), 10 * STEPS_AT_ONCE
+    ms = cpu_ms(lambda: [order.indices(step, slice(None)) for step in range(steps)]) / steps
+    return Row(
+        f"samples of each further step, {share:,} on a rank",
+        CALLS,
+        f"{ms:.4f} ms, {1e6 * ms / share:.0f} ns per sample",
+        ratio=f"{ms / 5:.2%} of a step of 5 ms",
+        target="at most 1%",
+        passed=ms <= 0.05,
+        seconds=ms / 1000,
+    )
 
 
 def rows(ranks: int, per_node: int, samples: int, only: str | None = None) -> list[Row]:

@@ -17,6 +17,7 @@ from tandem import cli, errors
 from tandem.config.topics import EXIT_CODES
 from tandem.custom_loop import run
 from tandem.data.datasets import Datasets
+from tandem.data.token_files import tokens
 from tandem.tasks import base
 
 DOCS = Path(__file__).parent
@@ -58,7 +59,6 @@ def collate(samples: list[Any]) -> Any
 Return a batch; replaces torch's `default_collate`.
 """
 DATA = """## Data
-From `tandem.data.datasets`.
 """
 
 
@@ -103,7 +103,7 @@ def api_page() -> str:
     parts += [_entry(name, member, level=4) for name, member in _members(base.Task)]
     parts += [OPTIONAL, COLLATE]
     parts += [_entry(name, member, level=4) for name, member in _members(base.WholeTask)]
-    return "\n".join([*parts, DATA, _entry("Datasets", Datasets)])
+    return "\n".join([*parts, DATA, _entry("Datasets", Datasets), _entry("tandem.data.tokens", tokens)])
 
 
 def _block(text: str, language: str = "") -> str:

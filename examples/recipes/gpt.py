@@ -1,39 +1,20 @@
-"""A GPT on files of tokens: memory-mapped uint16, next-token loss, a loop of its own.
+"""A GPT on files of tokens: memory-mapped, next-token loss, a loop of its own.
 
     tandem launch --nodes 2 --run-dir runs/gpt examples/recipes/gpt.py data/tokens --steps 2000
 
-train*.bin and val*.bin have token numbers of two bytes each. docs/recipes.md makes some.
+train*.bin and val*.bin are token files of nanoGPT or Megatron. docs/recipes.md makes some.
 """
 
 import argparse
 import math
-from bisect import bisect_right
-from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
-from torch.utils.data import Dataset
 
 import tandem
-
-
-class Windows(Dataset[Tensor]):
-    """Pieces of `context` + 1 tokens in a row, int64; neighbors in a file share one token."""
-
-    def __init__(self, files: list[Path], context: int) -> None:
-        sizes = [(path, path.stat().st_size // 2) for path in files if path.stat().st_size > 2 * context]
-        self.files = [torch.from_file(str(path), size=n, dtype=torch.uint16) for path, n in sizes]
-        self.context, self.ends = context, list(accumulate((n - 1) // context for _, n in sizes))
-
-    def __len__(self) -> int:
-        return self.ends[-1] if self.ends else 0
-
-    def __getitem__(self, index: int) -> Tensor:
-        file = bisect_right(self.ends, index)
-        start = (index - (self.ends[file - 1] if file else 0)) * self.context
-        return self.files[file][start : start + self.context + 1].long()
+from tandem.data import tokens
 
 
 class Block(nn.Module):
@@ -79,15 +60,16 @@ DEFAULTS = {
     "batch-size": 64, "steps": 2000, "warmup": 100, "lr": 1e-3, "clip": 1.0, "eval-every": 200,
 }  # fmt: skip
 parser = argparse.ArgumentParser(usage="gpt.py DATA [--OPTION NUMBER ...]")
-parser.add_argument("data", type=Path, help="folder of train*.bin and val*.bin, uint16")
+parser.add_argument("data", type=Path, help="folder of train*.bin and val*.bin")
 for name, default in DEFAULTS.items():
     parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default {default}")
 options = parser.parse_args()
-files = {part: sorted(options.data.glob(f"{part}*.bin")) for part in ("train", "val")}
-train, val = (Windows(each, options.context) for each in files.values())
-if len(train) < options.batch_size:
-    parser.error(f"{options.data}: {len(train)} pieces in train*.bin; expected {options.batch_size} or more")
-if (most := int(train.files[0][:1_000_000].int().max())) >= options.vocabulary:
+try:
+    train, val = (tokens(options.data / f"{part}*.bin", options.context) for part in ("train", "val"))
+except tandem.TandemError as error:
+    parser.error(str(error))
+some = range(min(len(train), 1_000_000 // options.context))
+if (most := int(train.__getitems__(some)[0].max())) >= options.vocabulary:
     parser.error(f"{options.data} has token {most}; expected --vocabulary {most + 1} or more")
 
 run = tandem.start()
@@ -100,33 +82,33 @@ run.keep(model=model, optimizer=optimizer)
 device = net.head.weight.device
 
 
-def next_token_loss(through: nn.Module, pieces: Tensor) -> Tensor:
+def next_token_loss(through: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        logits = through(pieces[:, :-1])
-    return cross_entropy(logits.float().flatten(0, 1), pieces[:, 1:].flatten())
+        logits = through(inputs)
+    return cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 @torch.no_grad()
 def validation_loss() -> float:
-    """The mean over the first pieces of the validation files; no other rank has a part in it."""
-    pieces = torch.stack([val[index] for index in range(min(len(val), options.batch_size))])
+    """The mean over the first windows of the validation files; no other rank has a part in it."""
+    inputs, targets = val.__getitems__(range(min(len(val), options.batch_size)))
     net.eval()
-    loss = next_token_loss(net, pieces.to(device))
+    loss = next_token_loss(net, inputs.to(device), targets.to(device))
     net.train()
     return loss.item()
 
 
-for pieces in run.batches(train, batch_size=options.batch_size, steps=options.steps):
+for batch in run.batches(train, batch_size=options.batch_size, steps=options.steps):
     progress = (run.step - options.warmup) / max(1, options.steps - options.warmup)
     rate = (run.step + 1) / options.warmup if progress < 0 else 0.55 + 0.45 * math.cos(math.pi * progress)
     for group in optimizer.param_groups:
         group["lr"] = options.lr * rate
     optimizer.zero_grad()
-    for part in run.parts(pieces, options.parts):
-        loss = next_token_loss(model, part)
+    for inputs, targets in run.parts(batch, options.parts):
+        loss = next_token_loss(model, inputs, targets)
         run.backward(loss)
     nn.utils.clip_grad_norm_(net.parameters(), options.clip)
     optimizer.step()
     run.log(loss=loss)
-    if run.rank == 0 and len(val) and (run.step + 1) % options.eval_every == 0:
+    if run.rank == 0 and (run.step + 1) % options.eval_every == 0:
         print(f"step {run.step + 1}: validation loss {validation_loss():.4f}", flush=True)

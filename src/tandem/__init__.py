@@ -29,8 +29,8 @@ def __getattr__(name: str) -> "Any":
     """Import a public name on first access, because most verbs need no torch."""
     from importlib import import_module
 
-    if name == "launch":
-        return import_module("tandem.launch")  # the package is callable
+    if name in ("data", "launch"):  # packages: `tandem.data.tokens`; `tandem.launch` itself can be called
+        return import_module(f"tandem.{name}")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'tandem' has no attribute {name!r}")
     return getattr(import_module(_PUBLIC[name]), name)

@@ -198,7 +198,7 @@ def test_tokens_outside_of_the_vocabulary_are_one_line(tmp_path: Path) -> None:
     tokens(tmp_path / "tokens")
     assert refused(tmp_path).startswith("gpt.py: error: tokens has token 1")
     shutil.rmtree(tmp_path / "tokens")
-    assert refused(tmp_path).startswith("gpt.py: error: tokens: 0 pieces")
+    assert "tokens/train*.bin" in refused(tmp_path)
 
 
 def refused(folder: Path) -> str:

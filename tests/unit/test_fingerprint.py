@@ -9,8 +9,16 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset, TensorDataset
 
+from tandem.data import fingerprint
 from tandem.data.datasets import TensorImages, TensorRows
-from tandem.data.fingerprint import changed, data_facts
+from tandem.data.fingerprint import changed, reordered
+from tandem.data.sampler import FEISTEL, TORCH, GlobalOrder
+
+SHUFFLE = GlobalOrder(100, 10, 0)
+
+
+def data_facts(dataset: Any) -> dict[str, Any]:
+    return fingerprint.data_facts(dataset, SHUFFLE)
 
 
 def rows(count: int = 100, seed: int = 1) -> torch.Tensor:
@@ -112,8 +120,24 @@ class Dear(Dataset[Any]):
 
 def test_what_is_not_cheap_is_not_looked_at(tmp_path: Path) -> None:
     assert data_facts(Stream()) == {} == data_facts(Parts())
-    assert data_facts(Dear()) == {"samples": 3, "probe": []}
-    assert data_facts([]) == {"samples": 0, "probe": []}
+    assert data_facts(Dear()) == {"samples": 3, "order": TORCH, "probe": []}
+    assert data_facts([]) == {"samples": 0, "order": TORCH, "probe": []}
     assert changed({}, data_facts(TensorDataset(rows()))) == "" == changed(saved(TensorDataset(rows())), {})
     odd = TensorDataset(torch.full((3, 2), float("nan")), torch.empty(3, 0))
     assert changed(saved(odd), data_facts(odd)) == ""
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "differs"),
+    [
+        ({"samples": 3}, TORCH, False),  # of a version that knew no other
+        ({"samples": 3}, FEISTEL, True),
+        ({"samples": 3, "order": FEISTEL}, FEISTEL, False),
+        ({"samples": 3, "order": FEISTEL}, TORCH, True),
+        ({"samples": 3, "order": ["odd"]}, TORCH, True),
+        ({}, FEISTEL, False),  # a snapshot of this launch, or a dataset that has its own order
+        ({"samples": 3}, None, False),
+    ],
+)
+def test_another_algorithm_of_the_order_shows(saved: Any, now: str | None, differs: bool) -> None:
+    assert bool(reordered(saved, {"order": now} if now else {})) is differs

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.data import sampler
 from tandem.data.orders import POOL_BATCHES, BucketedOrder, WeightedOrder
-from tandem.data.sampler import GlobalOrder, TrainBatches
+from tandem.data.sampler import LARGE, TORCH, GlobalOrder, TrainBatches
 
 SIZES = st.tuples(st.integers(1, 12), st.integers(0, 300)).map(lambda pair: (pair[0] + pair[1], pair[0]))
 SEEDS = st.integers(0, 2**31)
@@ -20,10 +20,16 @@ def numbers(n: int, seed: int) -> Tensor:
 
 
 def orders(n: int, batch_size: int, seed: int) -> list[GlobalOrder]:
+    """By weights, by weights as for a large set, by lengths."""
     weights = numbers(n, seed)
     weights[seed % n] = 1.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "LARGE", 1)
+        large = WeightedOrder(n, batch_size, seed, weights)
+    assert large.algorithm != TORCH
     return [
         WeightedOrder(n, batch_size, seed, weights),
+        large,
         BucketedOrder(n, batch_size, seed, numbers(n, seed + 1)),
     ]
 
@@ -46,19 +52,28 @@ def test_a_step_is_the_same_whenever_and_by_whomever_it_is_read(
 @given(SIZES, SEEDS, st.integers(0, 3))
 def test_samples_of_no_weight_are_never_drawn(sizes: tuple[int, int], seed: int, epoch: int) -> None:
     n, batch_size = sizes
-    order, _ = orders(n, batch_size, seed)
+    *weighted, _ = orders(n, batch_size, seed)
     weights = numbers(n, seed)
     weights[seed % n] = 1.0
-    for step in range(order.steps_per_epoch):
-        assert (weights[order.batch(epoch * order.steps_per_epoch + step)[1]] > 0).all()
+    for order in weighted:
+        for step in range(order.steps_per_epoch):
+            assert (weights[order.batch(epoch * order.steps_per_epoch + step)[1]] > 0).all()
 
 
-def test_samples_are_drawn_by_their_weight() -> None:
+@pytest.mark.parametrize("large", [1, 10**6])
+def test_samples_are_drawn_by_their_weight(monkeypatch: pytest.MonkeyPatch, large: int) -> None:
+    monkeypatch.setattr(sampler, "LARGE", large)
     order = WeightedOrder(40_000, 100, 3, torch.tensor([1.0, 3.0]).double().repeat(20_000))
     drawn = torch.cat([order.batch(step)[1] for step in range(order.steps_per_epoch)])
     assert abs(float((drawn % 2).double().mean()) - 0.75) < 0.01
     later = order.batch(order.steps_per_epoch)[1]
     assert not torch.equal(later, drawn[:100]), "an epoch of its own"
+
+
+def test_the_draws_of_a_large_set_are_those_of_earlier_versions() -> None:
+    """A checkpoint's position refers to them: with other numbers, the algorithm needs another name."""
+    order = WeightedOrder(LARGE, 4, 0, torch.arange(LARGE).double())
+    assert (order.algorithm, order.batch(3)[1].tolist()) == ("splitmix64", [623243, 748999, 766110, 519369])
 
 
 @given(SIZES, SEEDS, st.integers(0, 3))
@@ -81,16 +96,16 @@ def test_batches_of_all_lengths_are_mixed() -> None:
     assert longest != sorted(longest) and longest[0] != longest[1]
 
 
-def test_a_large_order_is_the_same_in_half_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_order_by_lengths_is_the_same_in_half_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def batches(large: int) -> list[Tensor]:
         monkeypatch.setattr(sampler, "LARGE", large)
-        every = [GlobalOrder(999, 10, 3), *orders(999, 10, 3)]
-        return [order.batch(step)[1] for order in every for step in (0, 98, 99, 250)]
+        order = BucketedOrder(999, 10, 3, numbers(999, 4))
+        return [order.batch(step)[1] for step in (0, 98, 99, 250)]
 
     for halved, whole in zip(batches(large=999), batches(large=1000), strict=True):
         assert halved.dtype == whole.dtype == torch.int64 and torch.equal(halved, whole)
     monkeypatch.setattr(sampler, "LARGE", 999)
-    assert GlobalOrder(999, 10, 3)._permutation(0).dtype == torch.int32
+    assert BucketedOrder(999, 10, 3, numbers(999, 4))._permutation(0).dtype == torch.int32
 
 
 def test_an_epochs_order_is_gone_before_the_next_is_drawn() -> None:

@@ -5,25 +5,32 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.data import sampler
 from tandem.data.batch_shares import equal_shares, slice_of
-from tandem.data.sampler import GlobalOrder, TrainBatches
+from tandem.data.sampler import FEISTEL, LARGE, TORCH, GlobalOrder, TrainBatches
 from tandem.data.seeds import derive_seed, derive_seeds
 from tandem.errors import ConfigError
 
 seeds = st.integers(0, 2**63 - 1)
 
 
+def made(n: int, batch_size: int, seed: int, algorithm: str) -> GlobalOrder:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "LARGE", 1 if algorithm == FEISTEL else LARGE)
+        return GlobalOrder(n, batch_size, seed)
+
+
 @st.composite
 def orders(draw: st.DrawFn) -> GlobalOrder:
     n = draw(st.integers(1, 200))
-    return GlobalOrder(n, draw(st.integers(1, n)), draw(seeds))
+    return made(n, draw(st.integers(1, n)), draw(seeds), draw(st.sampled_from([TORCH, FEISTEL])))
 
 
 def steps_of(order, rank, world_size, micro_batch_size, start, stop):
     """Per step, the list of this rank's micro-batches, each a list of (epoch, index)."""
-    sampler = TrainBatches(order, rank, world_size, micro_batch_size, start, stop)
-    flat = iter([[(epoch, index) for index in indices] for epoch, indices, _ in sampler])
-    steps = [[next(flat) for _ in range(sampler.micro_steps(step))] for step in range(start, stop)]
+    batches = TrainBatches(order, rank, world_size, micro_batch_size, start, stop)
+    flat = iter([[(epoch, index) for index in indices] for epoch, indices, _ in batches])
+    steps = [[next(flat) for _ in range(batches.micro_steps(step))] for step in range(start, stop)]
     assert next(flat, None) is None
     return steps
 
@@ -56,11 +63,11 @@ def test_micro_batches_match_over_ranks_and_are_never_empty(order: GlobalOrder, 
     world_size = data.draw(st.integers(1, min(6, order.batch_size)))
     micro = data.draw(st.none() | st.integers(1, 40))
     samplers = [TrainBatches(order, rank, world_size, micro, 0, 2) for rank in range(world_size)]
-    assert len({sampler.micro_steps(0) for sampler in samplers}) == 1
-    for sampler in samplers:
-        sizes = [len(indices) for _, indices, _ in sampler]
-        assert sizes == sampler.micro_sizes(0) + sampler.micro_sizes(1) and len(sizes) == len(sampler)
-        assert min(sizes) >= 1 and sum(sampler.micro_sizes(0)) == sampler.share_size
+    assert len({each.micro_steps(0) for each in samplers}) == 1
+    for each in samplers:
+        sizes = [len(indices) for _, indices, _ in each]
+        assert sizes == each.micro_sizes(0) + each.micro_sizes(1) and len(sizes) == len(each)
+        assert min(sizes) >= 1 and sum(each.micro_sizes(0)) == each.share_size
         if micro is not None:
             uneven = order.batch_size % world_size != 0
             assert max(sizes) <= micro + (1 if micro == 1 and uneven else 0)
@@ -80,19 +87,35 @@ def test_shares_differ_by_at_most_one(n: int, world_size: int) -> None:
 def test_seeking_gives_what_iterating_gives(order: GlobalOrder, data: st.DataObject) -> None:
     stop = data.draw(st.integers(0, min(3 * order.steps_per_epoch, 40)))
     start = data.draw(st.integers(0, stop))
-    fresh = GlobalOrder(order.n, order.batch_size, order.seed)
+    fresh = made(order.n, order.batch_size, order.seed, order.algorithm)
     assert steps_of(fresh, 0, 1, None, start, stop) == steps_of(order, 0, 1, None, 0, stop)[start:]
 
 
-def test_epochs_and_seeds_are_shuffled_differently() -> None:
-    order = GlobalOrder(100, 100, seed=0)
+@given(orders(), st.data())
+def test_a_share_is_a_part_of_the_batch_whatever_was_read_before(
+    order: GlobalOrder, data: st.DataObject
+) -> None:
+    for _ in range(4):
+        step = data.draw(st.integers(0, 3 * order.steps_per_epoch))
+        first = data.draw(st.integers(0, order.batch_size - 1))
+        part = slice(first, data.draw(st.integers(first + 1, order.batch_size)), data.draw(st.integers(1, 5)))
+        epoch, batch = made(order.n, order.batch_size, order.seed, order.algorithm).batch(step)
+        of_epoch, share = order.indices(step, part)
+        assert of_epoch == epoch and share.tolist() == batch[part].tolist() and share.dtype == torch.int64
+
+
+@pytest.mark.parametrize("algorithm", [TORCH, FEISTEL])
+def test_epochs_and_seeds_are_shuffled_differently(algorithm: str) -> None:
+    order = made(100, 100, 0, algorithm)
     assert order.batch(0)[1].tolist() != order.batch(1)[1].tolist()
-    assert order.batch(0)[1].tolist() != GlobalOrder(100, 100, seed=1).batch(0)[1].tolist()
+    assert order.batch(0)[1].tolist() != made(100, 100, 1, algorithm).batch(0)[1].tolist()
 
 
 def test_the_order_is_the_one_of_earlier_versions() -> None:
     """A resume across versions continues in the same order: change these numbers knowingly."""
     assert GlobalOrder(10, 10, seed=0).batch(0)[1].tolist() == [6, 3, 5, 2, 7, 4, 1, 0, 9, 8]
+    assert GlobalOrder(LARGE, 4, seed=0).batch(0)[1].tolist() == [713528, 300433, 867655, 777626]
+    assert GlobalOrder(LARGE - 1, 4, seed=0).algorithm == TORCH
     assert derive_seed(0, 1, 2) == 475751613658851134
 
 

@@ -104,9 +104,9 @@ class Engine:
             if session.beginning.state is None:
                 reader.check_shares()
         check_batch_size(settings.data.batch_size, session.beginning.state)
-        session.check_data(dataset)
         with hints_as_arguments(self._chosen):
             data = training_data(dataset, reader, settings.run.steps)
+        session.check_data(dataset, data.order)
         planned = settings.run.steps or settings.run.epochs * data.order.steps_per_epoch
         loop_state = self._loop_state(state, data, planned)
         stop = StopFlag().install()

@@ -1,4 +1,4 @@
-"""Check that a training set is the one of the checkpoint, by its length and a few samples.
+"""Check that a training set is the one of the checkpoint, by its length, a few samples and its order.
 
 The position in the data is a step. With another dataset, the step would mean other samples, and nothing else
 would reveal it. Only cheap values that draw no random numbers are compared: rows of tensors, file names and
@@ -16,6 +16,8 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from tandem.data.datasets import TensorImages, TensorRows
 from tandem.data.fetch import is_stream
+from tandem.data.sampler import TORCH, GlobalOrder
+from tandem.data.token_files import TokenWindows
 
 PROBED_SAMPLES = 8
 ELEMENTS = 4096
@@ -24,10 +26,10 @@ CLOSE = 1e-3
 """Relative tolerance: the same data computed on another machine may differ in the last bits."""
 
 
-def data_facts(dataset: Any) -> dict[str, Any]:
-    """Return {"samples": count, "probe": [descriptions of a few samples]}, without what is unknown.
+def data_facts(dataset: Any, order: GlobalOrder) -> dict[str, Any]:
+    """Return {"samples": count, "order": algorithm, "probe": [descriptions of a few samples]}.
 
-    Empty for a dataset with of_rank(), which compares its parts itself.
+    What is unknown is left out. Empty for a dataset with of_rank(), which compares its parts itself.
     """
     if hasattr(dataset, "of_rank") or not hasattr(dataset, "__len__"):
         return {}
@@ -43,7 +45,7 @@ def data_facts(dataset: Any) -> dict[str, Any]:
         probe = [_sample(dataset, index) for index in indices]
     except Exception:  # any class that only resembles one of these datasets
         probe = []
-    return {"samples": count, "probe": probe if any(probe) else []}
+    return {"samples": count, "order": order.algorithm, "probe": probe if any(probe) else []}
 
 
 def changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -59,6 +61,18 @@ def changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return ""
 
 
+def reordered(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Describe how the algorithm of the order differs from the checkpoint's; "" if it does not.
+
+    Manifests of versions that had only torch's shuffle do not name it.
+    """
+    was = saved.get("order", TORCH)
+    is_now = now.get("order")
+    if not saved or is_now is None or was == is_now:
+        return ""
+    return f"the samples of an epoch were ordered by {str(was)[:80]!r} and are now ordered by {is_now!r}"
+
+
 def _sample(dataset: Any, index: int) -> list[Any]:
     """Return a few numbers and words about a sample; empty if that would be expensive."""
     getitem = getattr(type(dataset), "__getitem__", None)
@@ -68,6 +82,8 @@ def _sample(dataset: Any, index: int) -> list[Any]:
         return [_number(dataset.images[index]), _number(dataset.labels[index])]
     if isinstance(dataset, TensorRows):
         return [_number(dataset.inputs[index]), _number(dataset.targets[index])]
+    if getitem is TokenWindows.__getitem__:
+        return [_number(dataset[index][0])]
     if getitem is Subset.__getitem__:
         inner = int(dataset.indices[index])
         return [inner, *_sample(dataset.dataset, inner)]

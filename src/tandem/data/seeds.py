@@ -15,9 +15,9 @@ import torch
 from numpy.random import mtrand
 from torch import Tensor
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_FIRST = 0xBF58476D1CE4E5B9
-_SECOND = 0x94D049BB133111EB
+GOLDEN = 0x9E3779B97F4A7C15
+FIRST = 0xBF58476D1CE4E5B9
+SECOND = 0x94D049BB133111EB
 _MASK = 2**64 - 1
 
 
@@ -33,18 +33,18 @@ def derive_seed(*parts: int, start: int = 0) -> int:
     state = start
     for part in parts:
         # A part of 0 would mix in nothing without the + 1.
-        state ^= (part + 1) * _GOLDEN & _MASK
-        state = (state ^ state >> 30) * _FIRST & _MASK
-        state = (state ^ state >> 27) * _SECOND & _MASK
+        state ^= (part + 1) * GOLDEN & _MASK
+        state = (state ^ state >> 30) * FIRST & _MASK
+        state = (state ^ state >> 27) * SECOND & _MASK
         state = (state ^ state >> 31) & _MASK >> 1
     return state
 
 
 def derive_seeds(base: int, parts: Tensor) -> Tensor:
     """Return `derive_seed(..., part)` for each part of an int64 tensor; `base` is `derive_seed(...)`."""
-    state = (parts + 1) * _signed(_GOLDEN) ^ base
-    state = (state ^ _shift_right(state, 30)) * _signed(_FIRST)
-    state = (state ^ _shift_right(state, 27)) * _signed(_SECOND)
+    state = (parts + 1) * _signed(GOLDEN) ^ base
+    state = (state ^ _shift_right(state, 30)) * _signed(FIRST)
+    state = (state ^ _shift_right(state, 27)) * _signed(SECOND)
     return (state ^ _shift_right(state, 31)) & _MASK >> 1
 
 

@@ -178,10 +178,10 @@ class RankSession:
         )
         return self.beginning
 
-    def check_data(self, dataset: Any) -> None:
+    def check_data(self, dataset: Any, order: GlobalOrder) -> None:
         """Compare the training set with the checkpoint's. Raises ConfigError as `resume.check_data`."""
         on_change = self.settings.checkpoint.on_data_change
-        self._data = check_data(self.world, self.beginning, dataset, on_change)
+        self._data = check_data(self.world, self.beginning, dataset, order, on_change)
 
     def plan(
         self,

@@ -143,7 +143,7 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
             session.recorder.close()
             return
         # The state that is loaded next has a position, which refers to these samples.
-        session.check_data(train_state.datasets.train)
+        session.check_data(train_state.datasets.train, train_state.order)
         train_state.begin(session.beginning)
         train_state.check_state()
     _plan(session, train_state, micro_batch)

@@ -20,7 +20,8 @@ from tandem.checkpoint.snapshot import OF, PER_RANK, newest_snapshot, read_slot,
 from tandem.checkpoint.state import deserialize, deserialize_file, serialize
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.slices import CheckpointConfig
-from tandem.data.fingerprint import changed, data_facts
+from tandem.data.fingerprint import changed, data_facts, reordered
+from tandem.data.sampler import GlobalOrder
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.strategy import Strategy
 from tandem.distributed.whole_state import broadcast_state
@@ -290,20 +291,31 @@ def _count_fallback(recorder: Recorder, step: int, problem: str) -> None:
 
 
 def check_data(
-    world: ProcessGroup, beginning: ResumePoint, dataset: Any, on_change: str
+    world: ProcessGroup, beginning: ResumePoint, dataset: Any, order: GlobalOrder, on_change: str
 ) -> Mapping[str, Any]:
-    """Compare rank 0's training set with the checkpoint's; return its `data_facts`. All ranks call this.
+    """Compare rank 0's training set and its order with the checkpoint's. All ranks call this.
 
-    Raises ConfigError on all ranks if it differs, unless `on_change` is "continue".
+    Returns its `data_facts`. Raises ConfigError on all ranks if it differs, unless `on_change` is "continue".
+    Another order is no difference at the end of an epoch.
     """
-    now = data_facts(dataset) if world.is_first else {}
-    problem = str(world.broadcast_json(changed(beginning.data, now) if beginning.step > 0 else ""))
+    now = data_facts(dataset, order) if world.is_first else {}
+    problem = advice = ""
+    if beginning.step > 0:
+        problem = changed(beginning.data, now)
+        advice = "restore the data"
+        if not problem and beginning.step % order.steps_per_epoch:
+            problem = reordered(beginning.data, now)
+            advice = (
+                "finish the epoch with the version of tandem that saved it, resume at the end of an epoch "
+                f"(--resume PATH@STEP, STEP a multiple of {order.steps_per_epoch:,})"
+            )
+    problem, advice = world.broadcast_json([problem, advice])
     if not problem:
         return now
     meaning = "so the checkpoint's position refers to different samples"
     if on_change != "continue":
         raise ConfigError(
-            f"cannot resume at step {beginning.step:,}: {problem}, {meaning}; restore the data, or use "
+            f"cannot resume at step {beginning.step:,}: {problem}, {meaning}; {advice}, or use "
             "--on-data-change continue, another --run-dir, or --resume never"
         )
     if world.is_first:

@@ -1,0 +1,188 @@
+"""Token files as a dataset: windows of tokens, memory-mapped, so they may be larger than the memory.
+
+Formats: raw tokens without a header (.bin of nanoGPT), .bin with .idx (Megatron), and .npy.
+"""
+
+import glob
+import os
+import struct
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from tandem.errors import ConfigError
+
+RAW = ("uint16", "uint32")
+"""The types of tokens in a .bin file without an index."""
+MAGIC = b"MMIDIDX\0\0"
+HEADER = struct.Struct("<9sQBQQ")
+"""Of an .idx file: magic, version, type, number of sequences, number of documents. Then, for each sequence,
+its length (int32) and its first byte (int64)."""
+TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+"""The types of an .idx file; 6 and 7 are floating-point numbers."""
+
+
+class TokenFile(NamedTuple):
+    """`length` tokens of the NumPy type `dtype`, from byte `offset` of a file on."""
+
+    path: Path
+    dtype: str
+    offset: int
+    length: int
+
+
+class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
+    """Samples (inputs, targets), int64 [length] each: tokens in a row, and the same one token further.
+
+    A file is cut into windows from its start, across the ends of documents; tokens at its end that fill no
+    window are left out. `__getitems__` returns a finished batch, int64 [B, length] each.
+    """
+
+    def __init__(self, files: Sequence[TokenFile], length: int) -> None:
+        self.length = length
+        self.files = [file for file in files if file.length > length]
+        self._ends = list(accumulate((file.length - 1) // length for file in self.files))
+        self._maps: dict[int, NDArray[Any]] = {}
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = self.__getitems__([index])
+        return inputs[0], targets[0]
+
+    def __getitems__(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
+        chosen: list[int] = torch.as_tensor(indices).tolist()
+        windows = numpy.empty((len(chosen), self.length + 1), dtype=numpy.int64)
+        for row, index in enumerate(chosen):
+            windows[row] = self._window(index)
+        both = torch.from_numpy(windows)
+        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+
+    def __getstate__(self) -> Mapping[str, Any]:
+        # A pickled map would be a copy of the whole file.
+        return {**self.__dict__, "_maps": {}}
+
+    def _window(self, index: int) -> NDArray[Any]:
+        place = index + len(self) if index < 0 else index
+        if not 0 <= place < len(self):
+            raise IndexError(f"no window {index}; there are {len(self)}")
+        number = bisect_right(self._ends, place)
+        start = (place - (self._ends[number - 1] if number else 0)) * self.length
+        if number not in self._maps:
+            path, dtype, offset, size = self.files[number]
+            mapped = numpy.memmap(path, dtype, mode="r", offset=offset, shape=(size,))
+            self._maps[number] = mapped.view(numpy.ndarray)  # a slice of a memmap takes ten times as long
+        return self._maps[number][start : start + self.length + 1]
+
+
+def tokens(
+    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], length: int, dtype: str = "uint16"
+) -> TokenWindows:
+    """Return the token files as a dataset of windows of `length` tokens, (inputs, targets) of int64.
+
+    Args: files: a path or pattern, such as "data/train-*.bin", or several. The files are read in the order of
+    their names. `dtype`: "uint16" or "uint32", for .bin files without an .idx next to them.
+
+    Raises ConfigError if nothing matches, and for a file of the wrong size, type or format.
+    """
+    if length < 1:
+        raise ConfigError(f"tokens(): length: invalid value {length}; expected an integer >= 1")
+    if dtype not in RAW:
+        raise ConfigError(f"tokens(): dtype: invalid value {dtype!r}; expected one of {', '.join(RAW)}")
+    patterns = [files] if isinstance(files, str | os.PathLike) else files
+    paths = dict.fromkeys(path for pattern in patterns for path in _matching(os.fspath(pattern)))
+    found = [_opened(path, dtype) for path in paths]
+    windows = TokenWindows(found, length)
+    if not len(windows):
+        longest = max((file.length for file in found), default=0)
+        raise ConfigError(
+            f"tokens(): {', '.join(map(str, patterns))}: the longest file has {longest:,} tokens; "
+            f"expected at least {length + 1:,}, for one window of length {length:,} and its targets"
+        )
+    return windows
+
+
+def _matching(pattern: str) -> list[Path]:
+    """Return the token files that match a pattern; an .idx file means its .bin."""
+    names = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+    paths = [Path(name) for name in names if os.path.isfile(name)]
+    if not paths:
+        raise ConfigError(f"tokens(): no file matches {pattern}; expected .bin or .npy files")
+    return sorted({path.with_suffix(".bin") if path.suffix == ".idx" else path for path in paths})
+
+
+def _opened(path: Path, dtype: str) -> TokenFile:
+    try:
+        if path.suffix == ".npy":
+            return _array(path)
+        if path.suffix != ".bin":
+            raise ConfigError(
+                f"tokens(): {path}: unknown file type; expected a name that ends in .bin or .npy"
+            )
+        index = path.with_suffix(".idx")
+        return _indexed(path, index) if index.exists() else _raw(path, dtype)
+    except OSError as error:
+        where = error.filename or path
+        raise ConfigError(f"tokens(): cannot read {where}: {error.strerror or error}") from error
+
+
+def _raw(path: Path, dtype: str) -> TokenFile:
+    size = path.stat().st_size
+    width = numpy.dtype(dtype).itemsize
+    if size % width:
+        raise _wrong(path, f"a multiple of {width} bytes, for tokens of {dtype}", f"{size:,} bytes")
+    return TokenFile(path, f"<u{width}", 0, size // width)
+
+
+def _indexed(path: Path, index: Path) -> TokenFile:
+    """Return a file of Megatron. Its sequences follow each other, so the last one's end is the file's."""
+    size = path.stat().st_size
+    size_of_index = index.stat().st_size
+    with index.open("rb") as file:
+        start = file.read(HEADER.size)
+        if len(start) < HEADER.size or not start.startswith(MAGIC):
+            raise _wrong(
+                index, "an index of Megatron (MMIDIDX)", f"the bytes {start[:9].hex(' ') or '(empty)'}"
+            )
+        _, version, code, sequences, documents = HEADER.unpack(start)
+        if version != 1 or code not in TYPES:
+            raise _wrong(index, "version 1 and a type of integers", f"version {version}, type {code}")
+        expected = HEADER.size + 12 * sequences + 8 * documents
+        if size_of_index < expected:
+            raise _wrong(index, f"{expected:,} bytes for {sequences:,} sequences", f"{size_of_index:,} bytes")
+        end = 0
+        kind = numpy.dtype(TYPES[code]).newbyteorder("<")
+        if sequences:
+            file.seek(HEADER.size + 4 * (sequences - 1))
+            (last,) = struct.unpack("<i", file.read(4))
+            file.seek(HEADER.size + 12 * sequences - 8)
+            (begin,) = struct.unpack("<q", file.read(8))
+            end = begin + last * kind.itemsize
+    if end != size:
+        raise _wrong(path, f"{end:,} bytes, the end of the last sequence in {index.name}", f"{size:,} bytes")
+    return TokenFile(path, kind.str, 0, size // kind.itemsize)
+
+
+def _array(path: Path) -> TokenFile:
+    try:
+        array = numpy.load(path, mmap_mode="r")
+    except (ValueError, EOFError) as error:
+        raise _wrong(path, "an array of NumPy", "another format") from error
+    if not isinstance(array, numpy.memmap) or array.ndim != 1 or array.dtype.kind not in "iu":
+        is_array = isinstance(array, numpy.ndarray)
+        got = f"{array.dtype}, shape {array.shape}" if is_array else "an archive"
+        raise _wrong(path, "integers in one dimension", got)
+    return TokenFile(path, array.dtype.str, int(array.offset), len(array))
+
+
+def _wrong(path: Path, expected: str, got: str) -> ConfigError:
+    return ConfigError(f"tokens(): {path}: expected {expected}, got {got}")
