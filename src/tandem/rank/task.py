@@ -159,7 +159,7 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
             make_up(training)
         with closing(cast("Generator[Any, None, None]", training.batches)):  # ends a profile that is open
             finished = saver.is_end or train(training)
-        if beginning.slot is not None and beginning.step == planned:
+        if beginning.is_from_memory and beginning.step == planned:
             saver.save(training.step)  # there was no step left to take, and the state exists only in memory
         clock.begin("drain")
     session.code = FINISHED if finished else STOPPED
