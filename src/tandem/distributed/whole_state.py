@@ -59,9 +59,8 @@ def _broadcast_bytes_of(world: ProcessGroup, tensor: Tensor, source: int) -> Non
 class RankZerosValues:
     """Sends tensors that only rank 0 has right to all ranks, in one broadcast.
 
-    Its first 24 bytes, from rank 0, say for all ranks how many bytes follow, which forms the tensors have,
-    and how many snapshots the ranks wait before they send again. A rank whose tensors have other forms
-    therefore still takes part.
+    The first 24 bytes are rank 0's word for all ranks: how many bytes follow, which forms the tensors have,
+    and in how many snapshots it sends again. A rank whose tensors have other forms therefore takes part, too.
     """
 
     def __init__(self, world: ProcessGroup) -> None:
