@@ -63,14 +63,14 @@ class Runs:
         assert code == 0, output
         return self.summary(run)
 
-    def undisturbed(self, *flags: object) -> str:
-        """The weights' SHA-256 of a calm launch of two ranks; it runs once for all tests that ask for it.
+    def undisturbed(self, *flags: object, ranks: int = 2) -> str:
+        """The weights' SHA-256 of a calm launch; it runs once for all tests that ask for it.
 
         On one node: two of them start twice the processes, and have the same bits.
         """
-        asked = ((self.folder / "small.py").read_text(), flags)
+        asked = ((self.folder / "small.py").read_text(), (ranks, *flags))
         if asked not in UNDISTURBED:
-            UNDISTURBED[asked] = self.finish("launch", "calm", "--nproc", 2, *flags)["weights_sha256"]
+            UNDISTURBED[asked] = self.finish("launch", "calm", "--nproc", ranks, *flags)["weights_sha256"]
         return UNDISTURBED[asked]
 
     def summary(self, run: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 import urllib.request
@@ -50,7 +51,8 @@ class Cluster:
         """`clocks`: seconds by which node 1's clock is ahead; `nodes`: how many come at once."""
         self.runs, self.run, self.clocks = runs, run, clocks
         master = ("--master", f"127.0.0.101:{port}")
-        self.flags = ("--nodes", 2, *master, "--checkpoint-every", 10, "--max-restarts", 0, *flags)
+        every = ("--checkpoint-every", 10, "--max-restarts", 0)
+        self.flags = ("--nodes", max(2, nodes), *master, *every, *flags)
         self.nodes = [self.start(node) for node in range(nodes)]
         self.said: dict[int, str] = {}  # what each has written, at the end
 
@@ -91,6 +93,38 @@ def test_a_node_comes_back_and_the_survivor_spends_no_budget(runs: Runs, free_po
             line for line in until_back.splitlines() if "Traceback" in line or "failed on Socket" in line
         ]
         assert len(traces) < 3 and len(until_back.splitlines()) < 60, until_back
+
+
+def test_the_loss_of_any_node_costs_one_step_and_reads_no_checkpoint(runs: Runs, free_port: int) -> None:
+    """Only the first node kept snapshots, so its loss cost all steps since the last checkpoint."""
+    flags = ("--steps", 75, "--threads", 1, "--log-every", 1)
+    undisturbed = runs.undisturbed(*flags, ranks=3)
+    cluster = Cluster(runs, free_port, "lost", *flags, "--checkpoint-every", 25, nodes=3)
+    for node, step in ((0, 15), (1, 30), (2, 45)):
+        before, resumed = after_loss(cluster, node, step)
+        sources = "memory of node [12]" if node == 0 else "memory of (this node|node [12])"
+        assert resumed["step"] >= before - 1 and re.fullmatch(sources, resumed["source"]), (before, resumed)
+    assert cluster.finish()["weights_sha256"] == undisturbed
+
+
+def after_loss(cluster: Cluster, node: int, step: int) -> tuple[int, dict[str, Any]]:
+    """Lose a node at `step` or later, and start it again; (the last step before, the event of the resume)."""
+    runs, run = cluster.runs, cluster.run
+    runs.until(lambda: last_line(runs, run) >= step, f"step {step}")
+    known = len(runs.events(run, "resumed"))
+    cluster.kill(node)
+    time.sleep(0.5)  # the others finish their step, if they can
+    before = last_line(runs, run)
+    cluster.nodes[node] = cluster.start(node)
+    runs.until(lambda: len(runs.events(run, "resumed")) > known, f"resume after the loss of node {node}")
+    return before, runs.events(run, "resumed")[-1]
+
+
+def last_line(runs: Runs, run: str) -> int:
+    """The last step in the run's journal."""
+    path = runs.folder / run / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return max((json.loads(line)["step"] for line in lines), default=0)
 
 
 def test_an_elastic_run_goes_on_without_a_node_and_with_it_again(runs: Runs, free_port: int) -> None:

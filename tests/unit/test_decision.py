@@ -13,7 +13,6 @@ from tandem.checkpoint.manifest import seal
 from tandem.checkpoint.state import serialize
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
-from tandem.distributed.group import Position
 from tandem.errors import ConfigError, CorruptCheckpointError
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.recorder import Recorder
@@ -91,7 +90,7 @@ def test_parts_of_uneven_lengths_have_more_steps_than_whole_batches(store: Check
 
 
 def found_by_rank_0(store: CheckpointStore, decision: ResumeDecision) -> tuple[int, str]:
-    found = _newest(store, Position(), decision, Recorder(1, 8, lambda message: None, Clock()))
+    found = _newest(store, None, decision, Recorder(1, 8, lambda message: None, Clock()))
     return found.step, str((found.state or {}).get("mark", ""))
 
 

@@ -104,7 +104,7 @@ def training(
             SimpleNamespace(
                 save=saved.append,
                 begin=lambda step: None,
-                snapshot=lambda step: None,
+                snapshot=lambda step, has_lines: None,
                 begins_snapshots=False,
                 is_end=False,
             ),

@@ -119,7 +119,7 @@ def test_a_restarted_rank_spares_the_newer_slot() -> None:
 def tear(region: NodeMemory, slot: int) -> None:
     """The rank of this region was killed while it wrote that slot."""
     memory = region.map(region.size())
-    SLOT.pack_into(memory, slot * SLOT.size, SLOT.unpack_from(memory, slot * SLOT.size)[0], 0)
+    SLOT.pack_into(memory, slot * SLOT.size, SLOT.unpack_from(memory, slot * SLOT.size)[0], 0, 0)
 
 
 @pytest.mark.parametrize("torn", [0, 1])

@@ -1,11 +1,12 @@
 """The state after every step, in node memory that outlives the ranks: a killed rank costs one step.
 
-Only the first node keeps snapshots, because rank 0 is there and its buffers (running statistics) are the ones
-that count. State that is equal on all ranks is divided among the node's ranks. Each rank writes its part into
-its own region, alternating between two slots:
+Every node keeps them, so that the loss of a node costs no more. State that is equal on all ranks is divided
+among the ranks of a node; what only rank 0 has right (running statistics) has been sent to all. Each rank
+writes its part into its own region, alternating between two slots:
 
-    bytes 0..31    for slot 0, then slot 1: fingerprint of the layout, step (0: being written); 8 bytes each
-    bytes 32..47   offset of the tensors in a slot, size of a slot; 8 bytes each
+    bytes 0..47    for slot 0, then slot 1: fingerprint of the layout, step (0: being written), number of the
+                   generation that wrote it; 8 bytes each
+    bytes 48..63   offset of the tensors in a slot, size of a slot; 8 bytes each
     from byte 64   slot 0: length of the skeleton (8 bytes), skeleton, this rank's part of the tensors
     then           slot 1: the same
 
@@ -13,6 +14,9 @@ A rank marks a slot as being written, writes it, and marks it with the step. The
 of them writes step n + 1, all have written step n, so one slot is always complete. That holds only while all
 of them write to the same slot. The slot to keep is therefore passed to restarted ranks. The marks of a killed
 rank cannot tell, because its last write may be incomplete.
+
+Nodes may have different snapshots of one step, if one was away while the others went back to a checkpoint.
+Snapshots are the same only if their step, their generation and their skeleton are.
 """
 
 import errno
@@ -28,14 +32,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.checkpoint.flatten import flatten, unflatten
+from tandem.checkpoint.flatten import flatten, homes_by_index, unflatten
 from tandem.checkpoint.node_memory import NodeMemory
 from tandem.checkpoint.pinned import Pinned, streams_of
 from tandem.checkpoint.plain import restored
+from tandem.checkpoint.state import home_or_memory
 from tandem.process import memory_left
 from tandem.torch_private import copy_all
 
-SLOT = struct.Struct("<Qq")  # fingerprint, step
+SLOT = struct.Struct("<Qqq")  # fingerprint, step, generation
 GEOMETRY = struct.Struct("<qq")  # offset of the tensors in a slot, bytes of a slot
 GEOMETRY_AT = 2 * SLOT.size
 LENGTH = struct.Struct("<q")
@@ -45,6 +50,8 @@ SKELETON_SLACK = 2  # the skeleton's numbers may need more bytes later
 PER_RANK = "per_rank"
 OF = "of"
 """Keys of a state: per-rank values; in a snapshot of those, [rank, world size]."""
+
+NO_HOMES: Mapping[str, Tensor] = {}
 
 TensorForm = tuple[str, tuple[int, ...]]
 """(dtype such as "float32", shape)."""
@@ -106,20 +113,30 @@ def _bytes(form: TensorForm) -> int:
     return count
 
 
-def _form(tensor: Tensor) -> TensorForm:
+def form_of(tensor: Tensor) -> TensorForm:
+    """Return a tensor's dtype and shape."""
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
 
 class Snapshots:
-    """One rank's part of the node's snapshots. Call `take` after a step, on all ranks of the first node.
+    """One rank's part of the node's snapshots. Call `take` after a step, on all ranks of the node.
 
-    `kept` is the slot from which the ranks' state was restored, and which is overwritten last. None means
-    that the state came from elsewhere and the regions contain nothing worth keeping. It must be the same on
-    all ranks.
+    `kept` is the slot that has the state which the ranks started with, and which is overwritten last. None
+    means that the regions contain nothing worth keeping. It must be the same on all ranks of the node.
+    `generation`: the number of this generation of ranks. `nodes_here`: nodes that share this machine.
     """
 
-    def __init__(self, regions: Sequence[NodeMemory], local_rank: int, kept: int | None) -> None:
+    def __init__(
+        self,
+        regions: Sequence[NodeMemory],
+        local_rank: int,
+        kept: int | None,
+        generation: int = 0,
+        nodes_here: int = 1,
+    ) -> None:
         self._regions = regions
+        self._generation = generation
+        self._nodes_here = nodes_here
         self._region = regions[local_rank]
         self._rank = local_rank
         self._ranks = len(regions)
@@ -143,8 +160,13 @@ class Snapshots:
         `own`: indices, in order of appearance, of the tensors for which rank 0 has the correct values. Raises
         ConfigError for a state that cannot be saved, and OSError if memory is short.
         """
-        skeleton, tensors = flatten(state)
-        forms = [_form(tensor) for tensor in tensors]
+        self.take_flat(step, *flatten(state), own)
+
+    def take_flat(
+        self, step: int, skeleton: dict[Any, Any], tensors: Sequence[Tensor], own: Collection[int]
+    ) -> None:
+        """Copy this rank's part of a state that `flatten` has split; see `take`."""
+        forms = [form_of(tensor) for tensor in tensors]
         text = marshal.dumps((skeleton, forms, sorted(own))) if self._rank == 0 else b""
         if self._layout is None or list(self._layout.forms) != forms or len(text) > self._capacity:
             self._lay_out(forms, own, len(text))
@@ -152,13 +174,13 @@ class Snapshots:
         layout = self._layout
         assert memory is not None and layout is not None
         self._slot = 1 - self._slot
-        SLOT.pack_into(memory, self._slot * SLOT.size, layout.fingerprint, 0)
+        SLOT.pack_into(memory, self._slot * SLOT.size, layout.fingerprint, 0, 0)
         start = _slot_start(self._slot, self._slot_bytes)
         LENGTH.pack_into(memory, start, len(text))
         memory[start + LENGTH.size : start + LENGTH.size + len(text)] = text
         sources = [tensors[index].reshape(-1)[first : first + count] for index, first, count, _ in self._part]
         self._copy(sources)
-        SLOT.pack_into(memory, self._slot * SLOT.size, layout.fingerprint, step)
+        SLOT.pack_into(memory, self._slot * SLOT.size, layout.fingerprint, step, self._generation)
         self._is_kept = True
 
     def _copy(self, sources: list[Tensor]) -> None:
@@ -192,14 +214,14 @@ class Snapshots:
             GEOMETRY.pack_into(memory, GEOMETRY_AT, data, slot_bytes)
         for slot in (0, 1):  # marks of an older generation must not be combined with new ones
             if slot != self._slot or not self._is_kept:
-                SLOT.pack_into(memory, slot * SLOT.size, 0, 0)
+                SLOT.pack_into(memory, slot * SLOT.size, 0, 0, 0)
         self._layout, self._part, self._memory = layout, layout.part(self._rank), memory
         self._capacity = data - LENGTH.size
         self._slot_bytes = slot_bytes
         raw = torch.frombuffer(memory, dtype=torch.uint8)
         first, second = (
             [
-                _typed(raw, _slot_start(slot, slot_bytes) + data + offset, forms[index][0], count)
+                typed(raw, _slot_start(slot, slot_bytes) + data + offset, forms[index][0], count)
                 for index, _, count, offset in self._part
             ]
             for slot in (0, 1)
@@ -209,13 +231,15 @@ class Snapshots:
     def _check_room(self, state_bytes: int) -> None:
         """Raise OSError if the node has too little memory for both slots and for the copy that a save makes.
 
-        The check covers all of the node's ranks together, because they allocate at the same time.
+        The check covers all ranks of this machine together, because they allocate at the same time.
         """
         # Regions of an earlier generation occupy their memory already.
         missing = 2 * state_bytes - sum(region.present() for region in self._regions)
+        missing *= self._nodes_here
         left = memory_left(Path("/"))
         if left is not None and missing > 0 and missing + state_bytes > left:
-            gib = [f"{each / 2**30:.2f}" for each in (2 * state_bytes, state_bytes, left)]
+            wanted = 2 * state_bytes * self._nodes_here
+            gib = [f"{each / 2**30:.2f}" for each in (wanted, state_bytes, left)]
             raise OSError(
                 errno.ENOMEM,
                 f"they need {gib[0]} GiB of this node's memory and a save needs {gib[1]}, but only {gib[2]} "
@@ -236,7 +260,8 @@ def _has_room(memory: mmap.mmap, text_bytes: int) -> bool:
     return bool(data >= LENGTH.size + text_bytes and slot_bytes > 0)
 
 
-def _typed(raw: Tensor, offset: int, dtype: str, count: int) -> Tensor:
+def typed(raw: Tensor, offset: int, dtype: str, count: int) -> Tensor:
+    """Return a view of `count` elements that begin at byte `offset` of a tensor of bytes."""
     kind: torch.dtype = getattr(torch, dtype)
     return raw[offset : offset + count * kind.itemsize].view(kind)
 
@@ -256,34 +281,62 @@ def newest_snapshot(regions: Sequence[NodeMemory], among: Collection[int] | None
     """
     slots = whole_slots(regions)
     steps = [step for step in slots if among is None or step in among]
-    return read_slot(regions, max(steps), slots[max(steps)]) if steps else None
+    return read_slot(regions, max(steps), slots[max(steps)].place) if steps else None
 
 
-def whole_slots(regions: Sequence[NodeMemory]) -> dict[int, int]:
-    """Return {step: slot} of the snapshots (at most two) that all of the node's ranks have finished."""
+class Slot(NamedTuple):
+    """A slot with a whole snapshot, and the generation that wrote it."""
+
+    place: int
+    generation: int
+
+
+def whole_slots(regions: Sequence[NodeMemory]) -> dict[int, Slot]:
+    """Return {step: its slot} of the snapshots (at most two) that all of the node's ranks have finished."""
     if not regions or any(region.size() <= HEADER_BYTES for region in regions):
         return {}
     heads = [region.map(HEADER_BYTES) for region in regions]
     marks = [{SLOT.unpack_from(head, slot * SLOT.size) for head in heads} for slot in (0, 1)]
     # The marks of all ranks must be equal: the same layout and the same step.
-    return {
-        next(iter(mark))[1]: slot for slot, mark in enumerate(marks) if len(mark) == 1 and max(mark)[1] > 0
-    }
+    found = dict[int, Slot]()
+    for place, mark in enumerate(marks):
+        _, step, generation = max(mark)
+        if len(mark) == 1 and step > 0:
+            found[step] = Slot(place, generation)
+    return found
 
 
-def read_slot(regions: Sequence[NodeMemory], step: int, slot: int) -> Snapshot:
-    """Return the snapshot of `step` in `slot`, under the same conditions as `newest_snapshot`."""
+def forget_after(region: NodeMemory, step: int) -> None:
+    """Invalidate snapshots of later steps than `step`, from which the run does not continue."""
+    if region.size() > HEADER_BYTES:
+        head = region.map(HEADER_BYTES)
+        for slot in (0, 1):
+            if SLOT.unpack_from(head, slot * SLOT.size)[1] > step:
+                SLOT.pack_into(head, slot * SLOT.size, 0, 0, 0)
+
+
+def read_slot(
+    regions: Sequence[NodeMemory], step: int, slot: int, homes: Mapping[str, Tensor] = NO_HOMES
+) -> Snapshot:
+    """Return the snapshot of `step` in `slot`, under the same conditions as `newest_snapshot`.
+
+    A tensor of the state's "model" is copied into the tensor of `homes` with the same name, dtype and shape.
+    """
     memories = [region.map(region.size()) for region in regions]
     geometries = [GEOMETRY.unpack_from(memory, GEOMETRY_AT) for memory in memories]
     starts = [_slot_start(slot, slot_bytes) for _, slot_bytes in geometries]
     skeleton, forms, own = _header(memories[0], starts[0])
-    tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in forms]
+    there = homes_by_index(skeleton, homes)
+    tensors = [
+        home_or_memory(there.get(place), getattr(torch, dtype), torch.Size(shape))
+        for place, (dtype, shape) in enumerate(forms)
+    ]
     layout = Layout.of(forms, own, len(regions))
     for rank, memory in enumerate(memories):
         raw = torch.frombuffer(memory, dtype=torch.uint8)
         for index, first, count, offset in layout.part(rank):
-            source = _typed(raw, starts[rank] + geometries[rank][0] + offset, forms[index][0], count)
-            tensors[index].reshape(-1)[first : first + count].copy_(source)
+            source = typed(raw, starts[rank] + geometries[rank][0] + offset, forms[index][0], count)
+            tensors[index].view(-1)[first : first + count].copy_(source)
     return Snapshot(step, restored(unflatten(skeleton, tensors)), slot)
 
 
@@ -293,6 +346,14 @@ def skeleton_in(region: NodeMemory, slot: int) -> dict[Any, Any]:
     _, slot_bytes = GEOMETRY.unpack_from(memory, GEOMETRY_AT)
     skeleton: dict[Any, Any] = _header(memory, _slot_start(slot, slot_bytes))[0]
     return skeleton
+
+
+def skeleton_digest(region: NodeMemory, slot: int) -> str:
+    """Return a digest of everything but the values of tensors, from a node's first region."""
+    memory = region.map(region.size())
+    _, slot_bytes = GEOMETRY.unpack_from(memory, GEOMETRY_AT)
+    text = repr(_header(memory, _slot_start(slot, slot_bytes)))
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:16]
 
 
 def _header(memory: mmap.mmap, start: int) -> Any:

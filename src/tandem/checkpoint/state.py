@@ -106,6 +106,13 @@ def has_form(home: Tensor | None, dtype: torch.dtype, shape: torch.Size) -> Type
     return type(home) is Tensor and home.dtype == dtype and home.shape == shape
 
 
+def home_or_memory(home: Tensor | None, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    """Return `home` if values of this form can be copied straight into it, else new host memory."""
+    if has_form(home, dtype, shape) and home.is_contiguous():
+        return home
+    return torch.empty(shape, dtype=dtype)
+
+
 def _loaded(source: io.BytesIO | Path, size: int) -> dict[str, Any]:
     from_file = isinstance(source, Path)
     try:

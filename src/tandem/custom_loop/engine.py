@@ -243,7 +243,7 @@ class Engine:
     @property
     def _is_unsaved(self) -> bool:
         """True if this generation began from a snapshot in memory: no checkpoint may have that step."""
-        return self.session.beginning.slot is not None
+        return self.session.beginning.is_from_memory
 
     def _decision(self) -> ResumeDecision:
         """Return where to resume, decided once per launch.

@@ -34,7 +34,7 @@ from tandem.distributed.group import ProcessGroup
 from tandem.distributed.replica import Replica
 from tandem.errors import ConfigError
 from tandem.telemetry.recorder import Recorder
-from tandem.training.buffers import adopt_buffers
+from tandem.training.buffers import adopt_buffers, has_saved_buffers
 from tandem.training.parameter_groups import check_groups, groups_of
 from tandem.training.resume import check_shapes
 from tandem.training.train_state import indices_outside, parameter_names
@@ -163,6 +163,16 @@ class KeptState:
         return {
             f"{n}.{key}": value for n, module in modules.items() for key, value in module.state_dict().items()
         }
+
+    @property
+    def differs(self) -> bool:
+        """Whether there may be tensors that `rank_0_indices` names."""
+        modules = self.modules.values()
+        return bool(
+            self._of(TENSOR)
+            or any(map(has_saved_buffers, modules))
+            or self.rank_0_indices({"model": self.weights(), "tensors": {}})
+        )
 
     def rank_0_indices(self, state: Mapping[str, Any]) -> frozenset[int]:
         """Return the indices, in the flattened state, of tensors of which only rank 0's counts.

@@ -190,10 +190,10 @@ class ProcessGroup:
             parts.append(bytes(received))
         return parts if self.is_first else []
 
-    def broadcast_bytes(self, payload: bytes | None) -> bytes:
-        """Broadcast rank 0's bytes to every rank, in chunks of 64 MiB; other ranks pass None."""
+    def broadcast_bytes(self, payload: bytes | None, source: int = 0) -> bytes:
+        """Broadcast a rank's bytes to every rank, in chunks of 64 MiB; other ranks pass None."""
         size = torch.tensor([len(payload) if payload is not None else 0], device=self.device)
-        dist.broadcast(size, src=0)
+        dist.broadcast(size, src=source)
         total = int(size.item())
         parts = io.BytesIO()
         for start in range(0, total, BROADCAST_CHUNK_BYTES):
@@ -204,13 +204,14 @@ class ProcessGroup:
                 chunk = chunk.to(self.device)
             else:
                 chunk = torch.empty(length, dtype=torch.uint8, device=self.device)
-            dist.broadcast(chunk, src=0)
+            dist.broadcast(chunk, src=source)
             parts.write(chunk.cpu().numpy().tobytes())
         return parts.getvalue()
 
-    def broadcast_json(self, value: object) -> Any:
-        """Broadcast rank 0's JSON value to every rank."""
-        return json.loads(self.broadcast_bytes(json.dumps(value).encode() if self.is_first else None))
+    def broadcast_json(self, value: object, source: int = 0) -> Any:
+        """Broadcast a rank's JSON value to every rank."""
+        mine = json.dumps(value).encode() if self.rank == source else None
+        return json.loads(self.broadcast_bytes(mine, source))
 
     def on_first(self, action: Callable[[], T]) -> T | None:
         """Return the result of `action` on rank 0, None elsewhere. Its ConfigError is raised on all ranks."""

@@ -1,6 +1,8 @@
-"""Broadcast a state from rank 0, one tensor at a time, each into its final memory."""
+"""Send a state from one rank to all, or what only rank 0 has right of it."""
 
-from collections.abc import Mapping
+import math
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,49 +11,124 @@ from torch import Tensor
 
 from tandem.checkpoint.flatten import flatten, homes_by_index, unflatten
 from tandem.checkpoint.plain import restored
-from tandem.checkpoint.state import deserialize, has_form, serialize
+from tandem.checkpoint.snapshot import Layout, form_of, typed
+from tandem.checkpoint.state import deserialize, home_or_memory, serialize
 from tandem.distributed.group import BROADCAST_CHUNK_BYTES, ProcessGroup
+from tandem.torch_private import copy_all
 
 NO_ELEMENT = torch.empty(0)
+HEAD_BYTES = 64
+SMALL_BYTES = 2**20
+"""Values up to this size are sent at every snapshot; more of them only as often as SHARE allows."""
+SHARE = {"cpu": 0.03, "cuda": 0.01}
+"""The share of the time that sending large values may take."""
 
 
 def broadcast_state(
-    world: ProcessGroup, state: dict[str, Any] | None, homes: Mapping[str, Tensor]
+    world: ProcessGroup, state: dict[str, Any] | None, homes: Mapping[str, Tensor], source: int = 0
 ) -> dict[str, Any]:
-    """Return rank 0's state on every rank; the other ranks pass None.
+    """Return the state of rank `source` on every rank; the other ranks pass None.
 
     A tensor of the state's "model" is received into the tensor of `homes` with the same name, dtype and
     shape; others into new host memory. No rank needs memory for two states.
     """
     skeleton, tensors = flatten(state or {})
+    is_source = world.rank == source
     # torch.save writes the containers and empty tensors, so this part is small.
-    bare = serialize(unflatten(skeleton, [NO_ELEMENT] * len(tensors))) if world.is_first else None
-    skeleton, _ = flatten(deserialize(world.broadcast_bytes(bare)))
-    received = world.broadcast_json(
-        [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in tensors]
-    )
-    if not world.is_first:
+    bare = serialize(unflatten(skeleton, [NO_ELEMENT] * len(tensors))) if is_source else None
+    skeleton, _ = flatten(deserialize(world.broadcast_bytes(bare, source)))
+    received = world.broadcast_json([form_of(each) for each in tensors], source)
+    if not is_source:
         there = homes_by_index(skeleton, homes)
         forms = [(getattr(torch, dtype), torch.Size(shape)) for dtype, shape in received]
-        tensors = [_memory(there.get(index), *form) for index, form in enumerate(forms)]
+        tensors = [home_or_memory(there.get(index), *form) for index, form in enumerate(forms)]
     for tensor in tensors:
-        _broadcast_bytes_of(world, tensor)
+        _broadcast_bytes_of(world, tensor, source)
     return restored(unflatten(skeleton, tensors))
 
 
-def _memory(home: Tensor | None, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+def _broadcast_bytes_of(world: ProcessGroup, tensor: Tensor, source: int) -> None:
     # The bytes are received through a flat view, which exists only for contiguous memory.
-    if has_form(home, dtype, shape) and home.is_contiguous():
-        return home
-    return torch.empty(shape, dtype=dtype)
-
-
-def _broadcast_bytes_of(world: ProcessGroup, tensor: Tensor) -> None:
-    """Broadcast rank 0's values into a tensor; through the device in 64 MiB chunks if it is on the host."""
+    """Broadcast a rank's values into a tensor; through the device in 64 MiB chunks if it is on the host."""
     raw = tensor.contiguous().reshape(-1).view(torch.uint8)
     for piece in torch.split(raw, BROADCAST_CHUNK_BYTES):
         there = piece.to(world.device)
-        dist.broadcast(there, src=0)
+        dist.broadcast(there, src=source)
         # On CPUs, to() returns the piece itself, which the broadcast has filled.
-        if there is not piece and not world.is_first:
+        if there is not piece and world.rank != source:
             piece.copy_(there)
+
+
+class Rank0Values:
+    """Sends tensors that only rank 0 has right to all ranks, in one broadcast.
+
+    The first 24 bytes are rank 0's word for all ranks: how many bytes follow, which forms the tensors have,
+    and in how many snapshots it sends again. A rank whose tensors have other forms therefore takes part, too.
+    """
+
+    def __init__(self, world: ProcessGroup) -> None:
+        self._world = world
+        self._forms: list[Any] | None = None
+        self._layout = Layout.of([], (), 1)
+        self._room = 0  # bytes that every rank expects after the head
+        self._wait = self._waited = 1
+        self._sent_at = 0.0
+        self._cost: float | None = None
+
+    def is_due(self) -> bool:
+        """Return whether to send at this snapshot; the same on all ranks. Call it once per snapshot."""
+        self._wait -= 1
+        return self._wait <= 0
+
+    def send(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+        """Return rank 0's values of `tensors`, or None if they have another form there. All ranks call this.
+
+        They are in memory that the next call overwrites.
+        """
+        began = time.monotonic()
+        forms = [form_of(each) for each in tensors]
+        if forms != self._forms:
+            self._forms = forms
+            self._layout = Layout.of(forms, (), 1)
+        layout = self._layout
+        raw, head = self._memory(self._room)
+        if self._world.is_first:
+            self._wait = self._next_wait(began)
+            head.copy_(torch.tensor([layout.cuts[-1], layout.fingerprint >> 1, self._wait]))
+            if layout.cuts[-1] <= self._room:
+                self._fill(raw, tensors)
+        dist.broadcast(raw, src=0)
+        length, fingerprint, self._wait = map(int, head.tolist())
+        if length > self._room:  # the first time, or rank 0's buffers have grown
+            self._room = length
+            raw, _ = self._memory(length)
+            if self._world.is_first:
+                self._fill(raw, tensors)
+            dist.broadcast(raw, src=0)
+        elif self._world.is_first:
+            took = time.monotonic() - began
+            self._cost = took if self._cost is None else min(took, 2 * self._cost)
+        return self._views(raw) if fingerprint == layout.fingerprint >> 1 else None
+
+    def _next_wait(self, now: float) -> int:
+        """Return how many snapshots there are until the next broadcast, so that it takes its share."""
+        interval = (now - self._sent_at) / self._waited
+        self._sent_at = now
+        self._waited = 1
+        if self._cost is not None and self._layout.cuts[-1] > SMALL_BYTES:
+            share = SHARE[self._world.device.type]
+            self._waited = max(1, math.ceil(self._cost / (share * max(interval, 1e-6))))
+        return self._waited
+
+    def _memory(self, length: int) -> tuple[Tensor, Tensor]:
+        raw = torch.empty(HEAD_BYTES + length, dtype=torch.uint8, device=self._world.device)
+        return raw, raw[:24].view(torch.int64)
+
+    def _fill(self, raw: Tensor, tensors: Sequence[Tensor]) -> None:
+        copy_all(self._views(raw), list(tensors))
+
+    def _views(self, raw: Tensor) -> list[Tensor]:
+        return [
+            typed(raw, HEAD_BYTES + offset, form[0], math.prod(form[1])).view(form[1])
+            for form, offset in zip(self._layout.forms, self._layout.offsets, strict=True)
+        ]

@@ -216,6 +216,7 @@ class RankSession:
             planned=planned,
             threads=self.threads,
             first_step=beginning.step,
+            resumed_from=beginning.source,
             started=self._began,
             shares=shares,
             data=self._data,
@@ -232,7 +233,7 @@ class RankSession:
         )
         config = settings.checkpoint
         slots = (beginning.slot, beginning.own_slot)
-        self.saver = Saver(config, self.facts, state, self.recorder, *slots)
+        self.saver = Saver(config, self.facts, state, self.recorder, *slots, beginning.generation)
 
     def begin_run(self, model: nn.Module) -> None:
         """Open the displays, and remove the summary of an earlier end."""

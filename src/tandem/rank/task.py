@@ -178,7 +178,7 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
                 repeat_evaluation(training)
             with closing(cast("Generator[Any, None, None]", training.batches)):  # ends an open profile
                 finished = saver.is_end or train(training)
-        if beginning.slot is not None and beginning.step == planned:
+        if beginning.is_from_memory and beginning.step == planned:
             saver.save(training.step)  # there was no step left to take, and the state exists only in memory
         clock.begin("drain")
     session.code = FINISHED if finished else STOPPED

@@ -80,6 +80,16 @@ class KeptBuffers:
                 yield (module, name), buffer
 
 
+def has_saved_buffers(model: nn.Module) -> bool:
+    """Return whether a state_dict may have more than parameters, now or after a forward pass."""
+    plain = nn.Module.get_extra_state
+    return any(
+        module._buffers.keys() - module._non_persistent_buffers_set
+        or type(module).get_extra_state is not plain
+        for module in model.modules()
+    )
+
+
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Restore the model's buffers (running statistics) at the end of the block."""

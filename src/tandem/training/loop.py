@@ -186,7 +186,7 @@ def after_step(t: LoopState, consensus: Consensus | None, rate: float, is_first:
         due = {"save"}  # no snapshot: a restart would train on from it after the end
     if "snapshot" in due:  # after the step's lines in the journal, because a resume drops only later lines
         with t.clock.phase("checkpoint") if t.saver.begins_snapshots else nullcontext():
-            t.saver.snapshot(t.step)
+            t.saver.snapshot(t.step, has_lines=bool(due & {"log", "eval"}))
     if "save" in due:
         with t.clock.phase("checkpoint"):
             t.saver.save(t.step)

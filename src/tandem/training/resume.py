@@ -1,10 +1,11 @@
 """Find and load the state that a generation begins with.
 
-Rank 0 reads a checkpoint and broadcasts it; shapes are compared before anything is loaded. See
-docs/architecture.md#a-checkpoint.
+The newest snapshot of any node counts, unless a checkpoint is newer. Rank 0 reads a checkpoint and broadcasts
+it; shapes are compared before anything is loaded. See docs/architecture.md#a-checkpoint.
 """
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,16 @@ from torch import Tensor, nn
 
 from tandem.checkpoint.decision import ResumeDecision, nothing_valid, warn_damaged
 from tandem.checkpoint.large import file_of, through
-from tandem.checkpoint.snapshot import OF, PER_RANK, newest_snapshot, read_slot, skeleton_in, whole_slots
+from tandem.checkpoint.snapshot import (
+    OF,
+    PER_RANK,
+    Slot,
+    forget_after,
+    read_slot,
+    skeleton_digest,
+    skeleton_in,
+    whole_slots,
+)
 from tandem.checkpoint.state import deserialize, deserialize_file, serialize
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.slices import CheckpointConfig
@@ -51,16 +61,20 @@ KERNELS = ("fused", "foreach", "capturable")
 class ResumePoint:
     """The start of this generation: the state to load (None: fresh) and its step, equal on all ranks.
 
-    `slot`: the slot of the snapshot that the state came from, or None. `weights`: the weights that a fresh
-    run starts from. `scores`: of an evaluation at this step. `ended_of`: the number of planned steps of a run
-    that the task ended here; else 0. `owes_evaluation`: a run failed in the evaluation of this step. `data`:
-    the manifest's description of the dataset. `own`: this rank's own values by name, and `own_slot` the slot
-    of their snapshot.
+    `source`: where the state came from, for people. `is_from_memory`: it is a snapshot, and maybe in no
+    checkpoint. `slot`: the slot of this node that has it, or None. `generation`: this generation's number,
+    which marks its snapshots. `weights`: the weights that a fresh run starts from. `scores`: of an evaluation
+    at this step. `ended_of`: the number of planned steps of a run that the task ended here; else 0.
+    `owes_evaluation`: a run failed in the evaluation of this step. `data`: the manifest's description of the
+    dataset. `own`: this rank's own values by name, and `own_slot` the slot of their snapshot.
     """
 
     step: int
     state: dict[str, Any] | None
+    source: str = ""
+    is_from_memory: bool = False
     slot: int | None = None
+    generation: int = 0
     weights: Initial | None = None
     scores: Mapping[str, float] = field(default_factory=dict)
     ended_of: int = 0
@@ -81,7 +95,7 @@ def begin(
     own: Collection[str] = (),
     redistribute: Redistribute | None = None,
 ) -> ResumePoint:
-    """Find the newest state on rank 0, or the weights to start from, and broadcast it to all ranks.
+    """Find the newest state, or the weights to start from, and load it on all ranks.
 
     `homes`: the model's state_dict, into which tensors of a large state may be read directly. `own`: the
     names of what each rank keeps for itself. `redistribute` computes these for another number of ranks.
@@ -90,41 +104,54 @@ def begin(
     found = _Found(0)
     position = world.position
     slots = _own_slots(position) if own else {}
-    # A snapshot counts only if every rank still has its own values of that step.
-    common = set.intersection(*map(set, world.gather_json(list(slots)))) if own else None
+    here = _Held.by(position, slots)
+    there = [_Held(**told) for told in world.gather_json(here._asdict())]
     if world.is_first and decision.kind == "complete":
         found = _Found(COMPLETE)
     elif world.is_first:
         store.open_for_writing()
-        found = _newest(store, position, decision, recorder, homes, common)
+        # This start of the first node is to begin elsewhere, whatever other nodes still have.
+        begins_anew = config.resume == "never" or decision.moved_to is not None
+        best = None if begins_anew and position.restart == 0 else _best(there, has_own=bool(own))
+        found = _newest(store, best, decision, recorder, homes)
     parts: list[dict[str, Any]] = found.state.pop(PER_RANK, []) if found.state else []
     named = sorted({name for part in parts for name in part})
-    step, slot, info, count, named = world.broadcast_json(
-        [found.step, found.slot, found.shared_info(), len(parts), named]
+    step, holder, info, count, named, generation = world.broadcast_json(
+        [found.step, found.holder, found.shared_info(), len(parts), named, secrets.randbits(62)]
     )
+    for region in (*position.shared_memories[position.local_rank :][:1], *position.own_memories):
+        forget_after(region, max(step, 0))
     if step == 0 and config.init_from is not None:
-        return ResumePoint(
-            step, None, weights=_weights(world, config.init_from, config.init_strict, download)
-        )
+        weights = _weights(world, config.init_from, config.init_strict, download)
+        return ResumePoint(step, None, generation=generation, weights=weights)
     if step <= 0:
-        return ResumePoint(step, None)
+        return ResumePoint(step, None, generation=generation)
     began = time.monotonic()
     state = found.state
     found = _Found(step)  # drops the reference to the state on rank 0
-    state = broadcast_state(world, state, homes) if world.size > 1 else state
+    slot = own_slot = None
+    source = "checkpoint"
     # After a snapshot, each rank's own values are in its memory; a checkpoint's are on rank 0.
-    if slot is not None:
-        own_slot = slots.get(step)
-        own_state = read_slot(position.own_memories, step, slots[step]).state[PER_RANK] if own else {}
+    if holder is not None:
+        state, slot = _from_memory(world, there, holder, step, homes)
+        source = "memory of this node" if slot is not None else f"memory of node {there[holder].node}"
+        if world.is_first:
+            where = "" if slot is not None else f" of node {there[holder].node}"
+            log.info("resuming from step %s (in-memory snapshot%s)", f"{step:,}", where)
+        own_slot = slots[step].place if own else None
+        own_state = read_slot(position.own_memories, step, slots[step].place).state[PER_RANK] if own else {}
     else:
-        own_slot = None
+        state = broadcast_state(world, state, homes) if world.size > 1 else state
         own_state = _own_state_of(world, parts, count, named, own, redistribute)
     took = metrics.CHECKPOINT_LAST_LOAD_DURATION_SECONDS.set(time.monotonic() - began)
     recorder.samples(metrics.CHECKPOINT_LOADS.inc(), took)
     return ResumePoint(
         step,
         state,
+        source,
+        holder is not None,
         slot,
+        generation,
         scores=_numbers(info.get("eval", {})),
         ended_of=info.get("ended_of", 0),
         data=info.get("data", {}),
@@ -134,11 +161,71 @@ def begin(
     )
 
 
-def _own_slots(position: Position) -> dict[int, int]:
+class _Held(NamedTuple):
+    """What the node of a rank has in its memory, as ranks tell each other.
+
+    `snapshots`: {step as text: [slot, generation, digest of the skeleton]}. `own`: {step: generation} of the
+    rank's own values.
+    """
+
+    node: int
+    snapshots: dict[str, list[Any]]
+    own: dict[str, int]
+
+    @classmethod
+    def by(cls, position: Position, own: Mapping[int, Slot]) -> "_Held":
+        """Return what this rank has."""
+        regions = position.shared_memories
+        found = {
+            str(step): [*slot, skeleton_digest(regions[0], slot.place)]
+            for step, slot in whole_slots(regions).items()
+        }
+        return cls(position.node_rank, found, {str(step): slot.generation for step, slot in own.items()})
+
+    def has(self, step: int) -> tuple[int, str] | None:
+        """Return what identifies the snapshot of `step`, or None if it is not here."""
+        _, *identity = self.snapshots.get(str(step), [None])
+        return tuple(identity) or None
+
+
+def _best(there: Sequence[_Held], has_own: bool) -> tuple[int, int] | None:
+    """Return (step, lowest rank that has it) of the newest snapshot of any node, or None.
+
+    With `has_own`, it counts only if every rank still has its own values of that step.
+    """
+    best = None
+    for rank, held in enumerate(there):
+        for step, (_, generation, _) in held.snapshots.items():
+            is_whole = not has_own or all(each.own.get(step) == generation for each in there)
+            if is_whole and (best is None or int(step) > best[0]):
+                best = int(step), rank
+    return best
+
+
+def _from_memory(
+    world: ProcessGroup, there: Sequence[_Held], holder: int, step: int, homes: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], int | None]:
+    """Return the state of the snapshot that rank `holder` has, and the slot of this node that has it, if any.
+
+    If all nodes have it, nothing is sent.
+    """
+    chosen = there[holder].has(step)
+    regions = world.position.shared_memories
+    mine = there[world.rank]
+    slot = int(mine.snapshots[str(step)][0]) if mine.has(step) == chosen else None
+    if slot is not None and all(held.has(step) == chosen for held in there):
+        return read_slot(regions, step, slot, homes).state, slot
+    state = read_slot(regions, step, slot).state if slot is not None and world.rank == holder else None
+    return broadcast_state(world, state, homes, holder), slot
+
+
+def _own_slots(position: Position) -> dict[int, Slot]:
     """Return {step: slot} of the snapshots of this rank's own values, if the number of ranks is the same."""
     regions = position.own_memories
     me = [position.rank, position.world_size]
-    return {s: slot for s, slot in whole_slots(regions).items() if skeleton_in(regions[0], slot)[OF] == me}
+    return {
+        s: slot for s, slot in whole_slots(regions).items() if skeleton_in(regions[0], slot.place)[OF] == me
+    }
 
 
 def _own_state_of(
@@ -193,11 +280,11 @@ SHARED_INFO = ("eval", "ended_of", "owes_evaluation", "data")
 
 
 class _Found(NamedTuple):
-    """What to resume from: the state of a checkpoint, or of a snapshot and its slot."""
+    """What to resume from: the state of a checkpoint, or the rank that has the snapshot."""
 
     step: int
     state: dict[str, Any] | None = None
-    slot: int | None = None
+    holder: int | None = None
     info: Mapping[str, Any] = {}
 
     def shared_info(self) -> dict[str, Any]:
@@ -215,20 +302,18 @@ def _numbers(scores: Mapping[str, Any]) -> dict[str, float]:
 
 def _newest(
     store: CheckpointStore,
-    position: Position,
+    snapshot: tuple[int, int] | None,
     decision: ResumeDecision,
     recorder: Recorder,
     homes: Mapping[str, Tensor] = NONE,
-    among: Collection[int] | None = None,
 ) -> _Found:
     """Return what to resume from, which is the first of these that exists:
 
-    1. the snapshot in the node's memory (of the steps `among`), unless a checkpoint here is newer
+    1. the newest snapshot of all nodes, given as (step, rank), unless a checkpoint here is newer
     2. the newest valid and loadable checkpoint here: one that this launch has saved, or the decision's
     3. the decision's checkpoints of another run, in its order
     4. step 0, unless the decision requires a checkpoint, or one that is here cannot be loaded
     """
-    snapshot = newest_snapshot(position.shared_memories, among)
     unloadable = list[str]()
 
     def cannot_load(step: int, problem: str) -> None:
@@ -246,12 +331,11 @@ def _newest(
 
     found = None
     # Do not read a checkpoint that cannot be newer than the snapshot.
-    if snapshot is None or snapshot.step < max(store.steps(), default=0):
+    if snapshot is None or snapshot[0] < max(store.steps(), default=0):
         found = store.newest(lambda step: _read(store, step, homes), passed_over, on_unloadable=cannot_load)
     # The newest checkpoint may have been damaged, so the one that was found can be older than the snapshot.
-    if snapshot is not None and (found is None or found[0] <= snapshot.step):
-        log.info("resuming from step %s (in-memory snapshot)", f"{snapshot.step:,}")
-        return _Found(snapshot.step, state=snapshot.state, slot=snapshot.slot)
+    if snapshot is not None and (found is None or found[0] <= snapshot[0]):
+        return _Found(snapshot[0], holder=snapshot[1])
     if found is not None:
         return found[1]
     # Another run owns these, so damaged ones are passed over but not quarantined.

@@ -1,16 +1,20 @@
 """Save a run while it trains: checkpoints on the volume, snapshots in the node's memory."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Any, Protocol
 
+from torch import Tensor
+
+from tandem.checkpoint.flatten import flatten
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.snapshot import OF, PER_RANK, Snapshots
 from tandem.checkpoint.writer import FAILURES_ALLOWED, CheckpointWriter, PendingScores
 from tandem.config.slices import CheckpointConfig
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.strategy import Strategy
+from tandem.distributed.whole_state import Rank0Values
 from tandem.errors import StoppedError
 from tandem.telemetry.recorder import Recorder
 from tandem.training.summary import RunInfo, manifest_info
@@ -20,6 +24,11 @@ log = logging.getLogger("tandem.saving")
 
 class CheckpointSource(Protocol):
     """The source of the state: a task's `TrainState`, or what a custom loop keeps."""
+
+    @property
+    def differs(self) -> bool:
+        """Whether the state may have tensors that `rank_0_indices` names; the same on all ranks."""
+        ...
 
     def rank_0_indices(self, state: Mapping[str, Any]) -> frozenset[int]:
         """Return the indices of tensors in the flattened state that only rank 0 is sure to have right."""
@@ -46,8 +55,8 @@ class CheckpointSource(Protocol):
 class Saver:
     """Save on request; leaving the `with` block waits for a save that is still being written.
 
-    `kept_slot` is the slot of the snapshot that this generation began with, and `own_slot` that of the
-    snapshot of this rank's own values.
+    `kept_slot` is the slot of this node that has the snapshot with which this generation began, and
+    `own_slot` that of the snapshot of this rank's own values. `generation` is the generation's number.
     """
 
     def __init__(
@@ -58,6 +67,7 @@ class Saver:
         recorder: Recorder,
         kept_slot: int | None,
         own_slot: int | None = None,
+        generation: int = 0,
     ) -> None:
         self._facts = facts
         self._source = source
@@ -75,14 +85,17 @@ class Saver:
             facts.directory.push,
         )
         position = facts.world.position
-        # Rank 0's buffers are the ones that count, and it is on the first node. See
-        # docs/architecture.md#design-changes.
-        shared = position.shared_memories if position.node_rank == 0 else ()
+        shared = position.shared_memories
         self._begun: int | None = None
         self._scores = PendingScores()
-        self._snapshots = Snapshots(shared, position.local_rank, kept_slot) if shared else None
+        nodes_here = max(1, position.ranks_on_host // position.local_world_size)
+        local_rank = position.local_rank
+        self._snapshots = Snapshots(shared, local_rank, kept_slot, generation, nodes_here) if shared else None
         own = position.own_memories if source.has_per_rank_state else ()
-        self._own = Snapshots(own, 0, own_slot) if own else None
+        self._own = Snapshots(own, 0, own_slot, generation) if own else None
+        # With one node, the rank that has these values writes them.
+        self._from_rank_0 = Rank0Values(facts.world) if position.nodes > 1 else None
+        self._differs = self._from_rank_0 is not None and source.differs
 
     def save(self, step: int) -> None:
         """Save on rank 0, or complete the save that was begun; the other ranks help to gather the state."""
@@ -121,19 +134,51 @@ class Saver:
         here = [each for each in (self._snapshots, self._own) if each is not None]
         return any(not each.is_laid_out for each in here)
 
-    def snapshot(self, step: int) -> None:
-        """Take this rank's part of a snapshot: on the first node, and on every node its own values."""
+    def snapshot(self, step: int, has_lines: bool) -> None:
+        """Take this rank's part of the node's snapshot, and one of its own values. All ranks call this.
+
+        `has_lines`: rank 0 has written this step's lines to the journal.
+        """
+        if self._snapshots is None and self._own is None and self._from_rank_0 is None:
+            return
+        state = self._source.full_state()
+        rank_0_indices = self._source.rank_0_indices(state)
+        skeleton, tensors = flatten({**state, "step": step})
+        is_right = self._receive(rank_0_indices, tensors, has_lines)
         try:
             if self._own is not None:
                 of = [self._facts.world.rank, self._facts.world.size]
                 self._own.take(step, {PER_RANK: self._source.per_rank_state(), OF: of}, ())
-            if self._snapshots is not None:
-                state = self._source.full_state()
-                self._snapshots.take(step, {**state, "step": step}, self._source.rank_0_indices(state))
+            if self._snapshots is not None and is_right:
+                self._snapshots.take_flat(step, skeleton, tensors, rank_0_indices)
         # Snapshots only shorten a restart, so a lack of memory must not end the run.
         except OSError as error:
             log.warning("in-memory snapshots are disabled, a restart resumes from a checkpoint: %s", error)
             self._snapshots = self._own = None
+
+    def _receive(self, indices: Collection[int], tensors: list[Tensor], has_lines: bool) -> bool:
+        """Replace the tensors at `indices` by rank 0's; return whether this node may keep `tensors` then.
+
+        This does not depend on whether this rank can keep them, because all ranks take part.
+        """
+        if self._from_rank_0 is None:
+            return True
+        is_here = self._facts.world.position.node_rank == 0
+        shared = sorted(indices)
+        if not self._differs:
+            # A snapshot on another node must not be newer than the journal, or its lines would be missing
+            # after a restart from there. So rank 0 tells the others when it has written them.
+            if has_lines:
+                self._from_rank_0.send([])
+            return is_here or not shared
+        if not self._from_rank_0.is_due():
+            return is_here
+        found = self._from_rank_0.send([tensors[index] for index in shared])
+        if found is None:
+            return is_here
+        for index, tensor in zip(shared, found, strict=True):
+            tensors[index] = tensor
+        return True
 
     @property
     def last_step(self) -> int | None:

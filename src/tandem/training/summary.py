@@ -36,9 +36,9 @@ class RunInfo:
     """Facts about this generation of a run that do not change while it trains.
 
     `settings` and `fingerprint` are stored in the manifest; `config_hash` is their digest. `started` is a
-    time of time.monotonic(). The run resumes after `first_step` steps. `shares`: samples of each rank in a
-    batch; empty if equal. `data`: see `fingerprint.data_facts`. `micro_batch`: the micro-batch size that
-    replaces the setting, because larger ones ran out of memory.
+    time of time.monotonic(). The run resumes after `first_step` steps, from `resumed_from`. `shares`: samples
+    of each rank in a batch; empty if equal. `data`: see `fingerprint.data_facts`. `micro_batch`: the
+    micro-batch size that replaces the setting, because larger ones ran out of memory.
     """
 
     run: RunConfig
@@ -54,6 +54,7 @@ class RunInfo:
     threads: int
     first_step: int
     started: float
+    resumed_from: str = ""
     shares: tuple[int, ...] = ()
     data: Mapping[str, object] = field(default_factory=dict)
     micro_batch: int | None = None
@@ -230,7 +231,7 @@ def open_displays(
     journal = facts.directory.journal
     journal.rewind(step)  # even to 0: the run may have been killed before its first checkpoint
     if step:
-        journal.event("resumed", step=step)
+        journal.event("resumed", step=step, source=facts.resumed_from)
         recorder.recall(step, journal.scores_at(step))
     tensorboard = facts.directory.folder / layout.TENSORBOARD
     writer = EventWriter(tensorboard, step) if display.has_tensorboard else None

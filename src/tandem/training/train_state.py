@@ -22,6 +22,7 @@ from tandem.tasks.build import check_methods, datasets_of, model_of, order_of
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.recorder import Recorder
 from tandem.torch_private import compile_deterministically
+from tandem.training.buffers import has_saved_buffers
 from tandem.training.channels_last import lay_out
 from tandem.training.lazy import materialize
 from tandem.training.nonfinite import Policy
@@ -196,6 +197,11 @@ class TrainState:
     def per_rank_state(self) -> dict[str, Any]:
         """Return an empty dict; see `has_per_rank_state`."""
         return {}
+
+    @property
+    def differs(self) -> bool:
+        """See `CheckpointSource`."""
+        return has_saved_buffers(self.model)
 
     def rank_0_indices(self, state: Mapping[str, Any]) -> frozenset[int]:
         """See `CheckpointSource`."""
