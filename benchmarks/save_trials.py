@@ -29,10 +29,10 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.checkpoint import async_save
 
 from table import Row, render
-from tandem.checkpoint.flatten import flatten
 from tandem.checkpoint.node_memory import NodeMemory
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.snapshot import Snapshots
+from tandem.checkpoint.state import flatten
 from tandem.checkpoint.store import CheckpointStore
 from tandem.checkpoint.writer import CheckpointWriter
 from tandem.config.address import address

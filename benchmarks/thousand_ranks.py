@@ -31,15 +31,15 @@ from table import Row, finish
 from tandem.config.slices import LaunchConfig
 from tandem.data.sampler import STEPS_AT_ONCE, GlobalOrder
 from tandem.distributed.consensus import ConsensusReader, pack, proposal_slots
-from tandem.launch.elastic import LastCall
+from tandem.launch.membership import LastCall
 from tandem.launch.rendezvous_state import STATE_KEY, WatchfulBackend, paces
 from tandem.launch.watchdog import NODES_AT_ONCE, Watchdog, _NodeWords
 from tandem.platforms.placement import detect
 from tandem.telemetry import metrics
-from tandem.telemetry.families import Gauge
 from tandem.telemetry.hangs import Beat, judge
 from tandem.telemetry.messages import pack_samples
 from tandem.telemetry.meter import Consensus
+from tandem.telemetry.metrics import Gauge
 from tandem.telemetry.registry import Registry
 from tandem.telemetry.stragglers import ROW_LENGTH, StragglerWatch, from_rows
 from tandem.timeouts import WATCHDOG_TICK_SECONDS

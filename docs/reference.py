@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem import cli, errors
-from tandem.config.topics import EXIT_CODES
+from tandem.config.show import EXIT_CODES
 from tandem.custom_loop import run
 from tandem.data.datasets import Datasets
 from tandem.data.token_files import tokens

@@ -317,7 +317,7 @@ class Trial:
     def page(self, runs: Sequence[Path]) -> None:
         """Each run alone, and all of them beside a good one, which has to be there."""
         from tandem.report.access import Access
-        from tandem.report.serve import ReportServer
+        from tandem.report.report import ReportServer
 
         server = ReportServer([self.outside.good, *runs], "127.0.0.1", 0, Access())
         try:
@@ -362,9 +362,9 @@ SENT: list[str] = []
 
 def try_all(trial: Trial, runs: Sequence[Path], folder: Path) -> None:
     """Every command over every run."""
-    from tandem.report import trackers, tracking
+    from tandem.report import tracking
 
-    tracking.begin, trackers.check = Kept, lambda name: None  # type: ignore[assignment]
+    tracking.begin, tracking.check_tracker = Kept, lambda name: None  # type: ignore[assignment]
     listed = trial.call("runs", [str(folder)], folder)
     for number, run in enumerate(runs):
         is_listed = re.search(rf"^run-{number}(?!\d)", listed, re.M) is not None

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
+from tandem.data.datasets import NAMES, write_idx
 from tandem.data.digits import draw
-from tandem.data.idx import NAMES, write_idx
 
 PETALS = {"daisy": 12, "rose": 5, "sunflower": 20, "thistle": 40, "tulip": 3}
 COLORS = {"daisy": "white", "rose": "red", "sunflower": "gold", "thistle": "purple", "tulip": "pink"}

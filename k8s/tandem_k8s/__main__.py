@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tandem.kubernetes.parameters import use_make_wording
 from tandem.kubernetes.render import UsageError, render
-from tandem.kubernetes.wording import use_make_wording
 
 WRONG = 2
 

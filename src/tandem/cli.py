@@ -140,7 +140,7 @@ def parser_of(verb: str, is_short: bool = False) -> "Parser":
 def _help_on(topic: str) -> str:
     if topic in VERBS:
         return parser_of(topic).format_help()
-    from tandem.config.topics import help_on
+    from tandem.config.show import help_on
 
     return help_on(topic, list(VERBS))
 

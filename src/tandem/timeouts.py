@@ -4,7 +4,7 @@ To understand or tune a delay, look here for what each number is measured agains
 instead (--hang-timeout, --master-timeout, ...).
 """
 
-# Progress lines of a slow start (slow_start.py)
+# Progress lines of a slow start (log.py)
 
 SILENCE_SECONDS = 3.0
 """Silence after which a start logs what it is doing. A quick start has finished by then, or logged."""
@@ -16,7 +16,7 @@ SOON_SECONDS = 0.5
 BEAT_SECONDS = 0.25
 """Between two heartbeats of a rank. Forty fit into the shortest hang, at no visible cost per step."""
 BAR_SECONDS = 0.25
-"""Between two updates of the progress bar (telemetry/bars.py), each under a millisecond of training."""
+"""Between two updates of the progress bar (telemetry/displays.py), each under a millisecond of training."""
 PROGRESS_SECONDS = 0.5
 """Between two messages of a rank with loss and throughput: as fast as a person can read them on the page."""
 WATCHDOG_TICK_SECONDS = 0.2

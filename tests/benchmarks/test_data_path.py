@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tandem.data.datasets import NAMES, write_idx
 from tandem.data.digits import draw
-from tandem.data.idx import NAMES, write_idx
 
 PROGRAMS = Path(__file__).parents[2] / "benchmarks"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from patience import patient
-from tandem.cluster import job_secret
+from tandem.cluster import actions
 from tandem.cluster.engine import Cluster
 
 ROOT = Path(__file__).parents[2]
@@ -109,4 +109,4 @@ class TestedCluster:
     def remove(self) -> None:
         """Everything, volumes too."""
         replace(self.engine(), watched=True).compose("down", "--volumes", "--remove-orphans")
-        job_secret.remove(self.project)
+        actions.remove_secret(self.project)

@@ -12,7 +12,7 @@ from test_cluster import TASK, at_full_pace
 
 from patience import patient
 from program_files import program_text
-from tandem.cluster import chaos, job_secret
+from tandem.cluster import actions, chaos
 from tandem.cluster.engine import Cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(900)]
@@ -41,7 +41,7 @@ class Job:
 
     def remove(self) -> None:
         self.cluster("end", 0).compose("down", "--volumes", "--remove-orphans")
-        job_secret.remove(self.project)
+        actions.remove_secret(self.project)
 
 
 @pytest.fixture(
@@ -52,7 +52,7 @@ def job(request: pytest.FixtureRequest, image: str, tmp_path: Path) -> Iterator[
     (tmp_path / "small.py").write_text(TASK)
     own = Job(tmp_path, "")
     if request.param:
-        own.secret = str(job_secret.make(own.project, {}))
+        own.secret = str(actions.make_secret(own.project, {}))
     yield own
     own.remove()
     shutil.rmtree(tmp_path, ignore_errors=True)

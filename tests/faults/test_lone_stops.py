@@ -101,8 +101,8 @@ def test_a_second_interrupt_ends_a_loop_of_ones_own(runs: Runs, tmp_path: Path) 
 
 
 def test_a_stop_of_a_lone_process_before_its_first_step_ends_it(runs: Runs) -> None:
-    (runs.folder / "slow_start.py").write_text(SLOW_START)
-    process = runs.start("train", "early", "--task", "slow_start.py:SlowStart")
+    (runs.folder / "log.py").write_text(SLOW_START)
+    process = runs.start("train", "early", "--task", "log.py:SlowStart")
     while "making data" not in (line := process.stdout.readline()):
         assert line, "it has ended"
     process.terminate()

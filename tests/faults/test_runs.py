@@ -86,8 +86,8 @@ SLOW_START = program_text("runs_slow_start")
 @pytest.mark.parametrize("there", ["nothing", pytest.param("a checkpoint", marks=pytest.mark.soak)])
 def test_a_stop_before_the_first_step_ends_the_ranks(runs: Runs, there: str) -> None:
     """They hear a stop at a step: they were killed after --shutdown-timeout, which is no matter here."""
-    (runs.folder / "slow_start.py").write_text(SLOW_START)
-    flags = ("--nodes", 2, "--task", "slow_start.py:SlowStart", "--shutdown-timeout", 500)
+    (runs.folder / "log.py").write_text(SLOW_START)
+    flags = ("--nodes", 2, "--task", "log.py:SlowStart", "--shutdown-timeout", 500)
     if there == "a checkpoint":
         runs.finish("launch", "early", *flags, "--steps", 20)
     (runs.folder / "slow").touch()

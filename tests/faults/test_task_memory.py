@@ -8,8 +8,7 @@ import torch
 from small_runs import Runs
 
 from program_files import program_text
-from tandem.checkpoint.flatten import flatten
-from tandem.checkpoint.state import deserialize
+from tandem.checkpoint.state import deserialize, flatten
 from tandem.checkpoint.store import CheckpointStore
 
 pytestmark = pytest.mark.timeout(300)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tandem
-from tandem.data.idx import NAMES, write_idx
+from tandem.data.datasets import NAMES, write_idx
 
 LIMIT_SECONDS = 60.0
 ERROR_LINE = re.compile(r"(\btandem: |\berror: )")

@@ -13,8 +13,7 @@ import torch
 from patience import patient
 from played_gpu import play
 from tandem.config import Settings
-from tandem.distributed.connecting import announce, timeout_message
-from tandem.distributed.group_store import check_same_kind, open_store
+from tandem.distributed.group_store import announce, check_same_kind, open_store, timeout_message
 from tandem.distributed.position import Position
 from tandem.log import setup
 from tandem.rank.session import RankSession

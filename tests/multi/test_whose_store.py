@@ -8,9 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from tandem.data.datasets import one_line
-from tandem.distributed.gpu_failures import is_gpu_failure
 from tandem.distributed.group import first_line, in_one_line
-from tandem.distributed.peers import is_peer_loss
+from tandem.distributed.peers import is_gpu_failure, is_peer_loss
 
 SHORT = timedelta(seconds=0.5)
 

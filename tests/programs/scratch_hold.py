@@ -1,4 +1,4 @@
-from tandem.launch.scratch import scratch
+from tandem.launch.run_dir import scratch
 
 with scratch() as folder:
     print(folder, flush=True)

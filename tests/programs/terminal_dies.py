@@ -2,7 +2,7 @@ import os
 import signal
 
 from tandem.log import setup
-from tandem.telemetry.progress import Progress
+from tandem.telemetry.displays import Progress
 
 setup(None, None, 0, to_terminal=True, json_lines=False)
 if os.fork() == 0:

@@ -1,7 +1,7 @@
 import time
 
 from tandem.log import setup
-from tandem.telemetry.progress import Progress
+from tandem.telemetry.displays import Progress
 
 log = setup(None, 0, 0, to_terminal=True, json_lines=False)
 progress = Progress(1200)

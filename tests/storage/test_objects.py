@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 from servers import SERVERS, ObjectServer
 
+from tandem.checkpoint.decision import checkpoints_of, locate
 from tandem.checkpoint.listing import list_checkpoints
-from tandem.checkpoint.locate import checkpoints_of, locate
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.storage import _made
 from tandem.checkpoint.storage.notes import notes_at
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.address import address
 from tandem.errors import CheckpointError, ConfigError, RunTakenError
-from tandem.run.lease import acquire
-from tandem.run.owner import LeaseRecord, fence
+from tandem.run.lease import LeaseRecord, acquire, fence
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tandem.config import Settings
-from tandem.config.secrets import HIDDEN, hidden, hide, is_secret, secrets_in
+from tandem.config.address import HIDDEN, hidden, hide, is_secret, secrets_in
 from tandem.report import about as about_module
 from tandem.report.about import LINE_CHARACTERS, LOG_LINES, About
 

@@ -7,7 +7,7 @@ from pathlib import Path, PurePath
 
 import pytest
 
-from tandem.checkpoint.locate import checkpoints_of
+from tandem.checkpoint.decision import checkpoints_of
 from tandem.checkpoint.storage import _made, storage_at
 from tandem.checkpoint.storage.folder import Folder
 from tandem.checkpoint.storage.objects import Objects

@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import IterableDataset
 
 from tandem.config.slices import DataConfig
+from tandem.data.fetch import StepContext, WithStepContext, asking
 from tandem.data.kinds import evaluation_batches, training_data
 from tandem.data.source import BatchReader
-from tandem.data.step_context import StepContext, WithStepContext, asking
 from tandem.tasks.base import WholeTask
 from tandem.tasks.mistakes import line_of
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tandem.config.slices import OptimizationConfig
-from tandem.training.clipping import Clipping
+from tandem.training.optim import Clipping
 
 STRATEGY: Any = SimpleNamespace(
     clip=nn.utils.clip_grad_norm_,

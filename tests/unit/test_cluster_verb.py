@@ -9,7 +9,7 @@ import pytest
 
 from patience import patient
 from tandem import shipped
-from tandem.cluster import actions, command_line, job_secret, project
+from tandem.cluster import actions, command_line, project
 from tandem.cluster.engine import Cluster, ClusterError
 from tandem.cluster.wording import Wording, typed
 from tandem.errors import ConfigError
@@ -147,8 +147,8 @@ def test_without_a_checkout_an_image_or_a_project_is_needed(
     (tmp_path / "Dockerfile").touch()
     assert project.build_command("x")[:2] == ["docker", "build"]
     assert actions.variables_of(command_line.parsed(["up"]), 2, 19469)["TASKS"].endswith("compose")
-    monkeypatch.setattr(job_secret, "ROOT", None)
+    monkeypatch.setattr(actions, "ROOT", None)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    path = job_secret.make("own", {})
+    path = actions.make_secret("own", {})
     assert path == tmp_path / "state/tandem/secrets/own" and len(path.read_text()) == 64
     shutil.rmtree(tmp_path / "state")

@@ -21,8 +21,8 @@ sys.path[:0] = [str(ROOT / "docker")]
 from cpu_lock import cpu_lock  # noqa: E402
 
 from patience import patient  # noqa: E402
+from tandem.cluster import actions, command_line, engine, faults, preflight  # noqa: E402
 from tandem.cluster import actions as cluster  # noqa: E402
-from tandem.cluster import command_line, engine, faults, job_secret, preflight  # noqa: E402
 from tandem.cluster.network import LinkShape  # noqa: E402
 
 # The cluster decides these itself: places, ports, folders, and the grace period that Compose has to exceed.
@@ -106,21 +106,21 @@ def test_the_job_secret_is_a_file_and_in_no_variable_or_label(
     given_to_a_node: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     word = "of the shell, of this job"
-    monkeypatch.setattr(job_secret, "ROOT", tmp_path)
+    monkeypatch.setattr(actions, "ROOT", tmp_path)
     given = given_to_a_node("TANDEM_JOB_SECRET=of the file .env alone\n", {"TANDEM_JOB_SECRET": word})
     assert "TANDEM_JOB_SECRET" not in given and "TANDEM_JOB_SECRET_FILE" not in given, "none was made"
-    own = {**variables(), "SECRET_FILE": str(job_secret.make("own", dict(os.environ)))}
+    own = {**variables(), "SECRET_FILE": str(actions.make_secret("own", dict(os.environ)))}
     said = engine.Cluster("own", own).compose("config", "--format", "json")
     node = json.loads(said)["services"]["node"]
     assert node["environment"]["TANDEM_JOB_SECRET_FILE"] == "/run/secrets/job"
     assert node["secrets"] == [{"source": "job", "target": node["secrets"][0].get("target", "job")}]
     assert word not in said and ".env alone" not in said
-    path = job_secret.path_of("own")
+    path = actions.secret_path("own")
     assert path.read_text() == word
     assert path.stat().st_mode & 0o777 == 0o444 and path.parent.stat().st_mode & 0o777 == 0o700
-    before = job_secret.make("own", {}).read_text()
-    assert len(before) == 64 and job_secret.make("own", {}).read_text() != before
-    job_secret.remove("own")
+    before = actions.make_secret("own", {}).read_text()
+    assert len(before) == 64 and actions.make_secret("own", {}).read_text() != before
+    actions.remove_secret("own")
     assert not path.exists()
 
 
@@ -160,7 +160,7 @@ def test_scale_counts_threads_anew_and_keeps_the_limits(monkeypatch: pytest.Monk
     for where, name in ((cluster.ClusterJob, "stop"), (cluster, "remove_metrics"), (cluster, "keep_shape")):
         monkeypatch.setattr(where, name, lambda *_: None)
     monkeypatch.setattr(cluster, "start", started.append)
-    monkeypatch.setattr(cluster.job_secret, "make", lambda *_: Path("/secret"))
+    monkeypatch.setattr(cluster, "make_secret", lambda *_: Path("/secret"))
     monkeypatch.setattr(engine.Cluster, "nodes", lambda self: [])
 
     def scaled(nodes: str) -> dict[str, str]:

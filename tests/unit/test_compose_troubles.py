@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tandem.cluster import actions, engine, preflight
 from tandem.cluster import actions as cluster
-from tandem.cluster import cores, engine, preflight
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,13 +91,13 @@ def test_a_taken_port_names_the_container_that_has_it(played: Any) -> None:
 def test_the_size_of_tmp_is_one_the_kernel_takes(
     monkeypatch: pytest.MonkeyPatch, given: str, size: str
 ) -> None:
-    for name in cores.LIMITS:
+    for name in actions.LIMITS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TMP_SIZE", given)
-    assert cores.limits_given() == {"TMP_SIZE": size}
+    assert actions.limits_given() == {"TMP_SIZE": size}
     monkeypatch.setenv("TMP_SIZE", "much")
     with pytest.raises(engine.ClusterError, match="TMP_SIZE=much"):
-        cores.limits_given()
+        actions.limits_given()
 
 
 @pytest.mark.parametrize("name", ["compose.yaml", "monitoring.yaml", "job.yaml"])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.config import SETTINGS, Parser, Settings, as_toml, explain, markdown, resolve
-from tandem.config.foreign_flags import BROUGHT_ALONG
+from tandem.config.removed import BROUGHT_ALONG
 from tandem.config.sources import FIELDS, Loaded
 from tandem.errors import ConfigError
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.data import digits, idx
+from tandem.data import datasets, digits
 from tandem.data.datasets import TensorImages, TensorRows, find_idx_folder, idx_datasets, random_crop_flip
 from tandem.errors import ConfigError
 
@@ -19,19 +19,19 @@ IMAGES = torch.arange(2 * 3 * 4, dtype=torch.uint8).view(2, 3, 4)
 
 def write_set(folder: Path, count: int = 6, side: int = 28) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    for images, labels in (idx.NAMES[:2], idx.NAMES[2:]):
-        idx.write_idx(folder / images, torch.randint(256, (count, side, side), dtype=torch.uint8))
-        idx.write_idx(folder / labels, torch.arange(count, dtype=torch.uint8) % 10)
+    for images, labels in (datasets.NAMES[:2], datasets.NAMES[2:]):
+        datasets.write_idx(folder / images, torch.randint(256, (count, side, side), dtype=torch.uint8))
+        datasets.write_idx(folder / labels, torch.arange(count, dtype=torch.uint8) % 10)
     return folder
 
 
 def test_idx_is_read_as_written_raw_and_gzipped(tmp_path: Path) -> None:
     path = tmp_path / "images"
-    idx.write_idx(path, IMAGES)
+    datasets.write_idx(path, IMAGES)
     assert path.read_bytes()[:4] == b"\0\0\x08\x03"
-    assert torch.equal(idx.read_idx(path, idx.IMAGES), IMAGES)
+    assert torch.equal(datasets.read_idx(path, datasets.IMAGES), IMAGES)
     (tmp_path / "images.gz").write_bytes(gzip.compress(path.read_bytes()))
-    assert torch.equal(idx.read_idx(tmp_path / "images.gz", idx.IMAGES), IMAGES)
+    assert torch.equal(datasets.read_idx(tmp_path / "images.gz", datasets.IMAGES), IMAGES)
 
 
 WHOLE = struct.pack(">HBB3I", 0, 8, 3, 2, 3, 4) + bytes(24)
@@ -57,24 +57,24 @@ def test_a_broken_file_is_named_with_what_was_expected(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError) as caught:
-        idx.read_idx(tmp_path / name, idx.IMAGES)
+        datasets.read_idx(tmp_path / name, datasets.IMAGES)
     assert says in str(caught.value) and str(tmp_path / name) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
-    labels = write_set(tmp_path) / idx.NAMES.train_labels
-    idx.write_idx(labels, torch.zeros(5, dtype=torch.uint8))
+    labels = write_set(tmp_path) / datasets.NAMES.train_labels
+    datasets.write_idx(labels, torch.zeros(5, dtype=torch.uint8))
     with pytest.raises(ConfigError, match="6 labels"):
         idx_datasets(tmp_path, 0.1, 0.3)
-    idx.write_idx(labels, torch.full((6,), 10, dtype=torch.uint8))
+    datasets.write_idx(labels, torch.full((6,), 10, dtype=torch.uint8))
     with pytest.raises(ConfigError, match="a label 10"):
         idx_datasets(tmp_path, 0.1, 0.3)
 
 
 def test_the_first_complete_folder_is_found(tmp_path: Path) -> None:
     write_set(tmp_path / "b")
-    (write_set(tmp_path / "a") / idx.NAMES.train_labels).unlink()
+    (write_set(tmp_path / "a") / datasets.NAMES.train_labels).unlink()
     assert find_idx_folder([tmp_path / "none", tmp_path / "a", tmp_path / "b"]) == tmp_path / "b"
     assert find_idx_folder([tmp_path / "a"]) is None
 
@@ -118,11 +118,11 @@ def test_digits_are_drawn_once_by_many_processes(tmp_path: Path) -> None:
     folder = tmp_path / "data" / "digits"
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         list(pool.map(draw_few, [folder] * 4))
-    assert not idx.missing(folder)
+    assert not datasets.missing_idx(folder)
     assert {path.name for path in folder.parent.iterdir()} == {"digits", ".digits.lock"}
-    written = (folder / idx.NAMES.train_images).stat()
+    written = (folder / datasets.NAMES.train_images).stat()
     digits.prepare_digits(folder)
-    assert (folder / idx.NAMES.train_images).stat().st_mtime_ns == written.st_mtime_ns
+    assert (folder / datasets.NAMES.train_images).stat().st_mtime_ns == written.st_mtime_ns
     assert len(idx_datasets(folder, 0.2, 0.2).train) == 60
 
 
@@ -130,9 +130,9 @@ def test_digits_are_drawn_once_by_many_processes(tmp_path: Path) -> None:
 def test_whoever_comes_second_without_a_lock_leaves_the_first_ones_files(tmp_path: Path) -> None:
     folder = tmp_path / "digits"
     digits._draw_into(folder)
-    written = (folder / idx.NAMES.train_images).stat()
+    written = (folder / datasets.NAMES.train_images).stat()
     digits._draw_into(folder)
-    assert (folder / idx.NAMES.train_images).stat().st_mtime_ns == written.st_mtime_ns
+    assert (folder / datasets.NAMES.train_images).stat().st_mtime_ns == written.st_mtime_ns
     assert [path.name for path in tmp_path.iterdir()] == ["digits"]
 
 
@@ -140,9 +140,9 @@ def test_whoever_comes_second_without_a_lock_leaves_the_first_ones_files(tmp_pat
 def test_an_incomplete_digits_folder_is_completed(tmp_path: Path) -> None:
     folder = tmp_path / "digits"
     digits.prepare_digits(folder)
-    (folder / idx.NAMES.train_labels).unlink()
+    (folder / datasets.NAMES.train_labels).unlink()
     digits.prepare_digits(folder)
-    assert not idx.missing(folder)
+    assert not datasets.missing_idx(folder)
 
 
 def test_a_place_that_cannot_be_written_is_a_config_error(tmp_path: Path) -> None:

@@ -18,14 +18,13 @@ from tandem.config import Settings
 from tandem.config.slices import ComputeConfig
 from tandem.distributed import devices
 from tandem.distributed.devices import UNLIMITED, compute_deterministically, quota_of
-from tandem.distributed.gpu_failures import is_gpu_failure
 from tandem.distributed.group import ProcessGroup
+from tandem.distributed.peers import is_gpu_failure
 from tandem.distributed.position import Position
 from tandem.errors import ConfigError, GpuLostError, PeerLostError, is_retried
 from tandem.signals import StopFlag
 from tandem.tasks.recompute import recomputed
-from tandem.training.channels_last import lay_out
-from tandem.training.precision import precision_of
+from tandem.training.precision import lay_out, precision_of
 from tandem.training.resume import on_their_devices
 from tandem.training.train_state import check_compilation
 from tandem.verify import doctor, machine, resume

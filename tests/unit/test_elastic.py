@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.distributed.position import Position
-from tandem.launch.elastic import Departures, LastCall
+from tandem.launch.membership import Departures, LastCall
 from tandem.platforms.placement import Placement
 from tandem.timeouts import FIRST_CALL_SECONDS, LAST_CALL_SECONDS
 

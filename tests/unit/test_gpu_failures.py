@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from needs import require
-from tandem.distributed.gpu_failures import CODES, is_gpu_failure
 from tandem.distributed.group import in_one_line
-from tandem.distributed.peers import is_peer_loss
+from tandem.distributed.peers import CODES, is_gpu_failure, is_peer_loss
 from tandem.errors import FAILED, GPU_FAILED, PEER_LOST, is_retried
 from tandem.launch.script_process import code_of
 from tandem.script.rank import gpu_has_failed

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tandem.errors import ConfigError
-from tandem.training.parameter_groups import check_groups, groups_of
+from tandem.training.optim import check_groups, groups_of
 
 
 class Net(nn.Module):

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from tandem.custom_loop.backward import LoggedValues
 from tandem.custom_loop.kept import KeptState, KeptValues
-from tandem.custom_loop.logged_values import LoggedValues
 from tandem.distributed.group import ProcessGroup
 from tandem.errors import ConfigError
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tandem.checkpoint import large
-from tandem.checkpoint.flatten import flatten, homes_by_index
-from tandem.checkpoint.state import deserialize, deserialize_file, serialize
+from tandem.checkpoint import state as state_module
+from tandem.checkpoint.state import deserialize, deserialize_file, flatten, homes_by_index, serialize
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.address import address
 from tandem.errors import CheckpointError, CorruptCheckpointError
@@ -31,16 +30,16 @@ def state() -> dict[str, Any]:
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointStore:
-    monkeypatch.setattr(large, "LARGE_BYTES", 1)
+    monkeypatch.setattr(state_module, "LARGE_BYTES", 1)
     store = CheckpointStore(tmp_path / "checkpoints")
     store.save(STEP, serialize(state()), {"eval": {"accuracy": 0.5}})
     return store
 
 
 def read(store: CheckpointStore, homes: dict[str, Tensor]) -> dict[str, Any]:
-    path = large.file_of(store, STEP)
+    path = state_module.large_file_of(store, STEP)
     assert path is not None
-    found, info = large.through(store, STEP, path, lambda file: deserialize_file(file, homes))
+    found, info = state_module.read_in_place(store, STEP, path, lambda file: deserialize_file(file, homes))
     assert info == {"eval": {"accuracy": 0.5}}
     return found
 
@@ -64,7 +63,7 @@ def test_a_tensor_of_another_form_gets_memory_of_its_own(store: CheckpointStore)
 
 def test_nothing_of_it_is_the_files_afterwards(store: CheckpointStore) -> None:
     """The file may be pruned, or cut off by whoever damages it, while the run goes on with the state."""
-    found, path = read(store, {}), large.file_of(store, STEP)
+    found, path = read(store, {}), state_module.large_file_of(store, STEP)
     assert path is not None
     with path.open("r+b") as file:
         file.write(bytes(path.stat().st_size))
@@ -79,31 +78,31 @@ def flip(path: Path) -> None:
 
 @pytest.mark.parametrize("harm", [flip, lambda path: path.write_bytes(path.read_bytes()[:-9]), Path.unlink])
 def test_a_damaged_one_is_not_even_looked_at(store: CheckpointStore, harm: Callable[[Path], object]) -> None:
-    path = large.file_of(store, STEP)
+    path = state_module.large_file_of(store, STEP)
     assert path is not None
     harm(path)
     with pytest.raises(CorruptCheckpointError):
-        large.through(store, STEP, path, lambda _: pytest.fail("used"))
+        state_module.read_in_place(store, STEP, path, lambda _: pytest.fail("used"))
 
 
 def test_one_that_changes_while_it_is_loaded_is_not_taken(store: CheckpointStore) -> None:
-    path = large.file_of(store, STEP)
+    path = state_module.large_file_of(store, STEP)
     assert path is not None
     with pytest.raises(CheckpointError, match="changed while .*state.pt") as told:
-        large.through(store, STEP, path, flip)
+        state_module.read_in_place(store, STEP, path, flip)
     assert not isinstance(told.value, CorruptCheckpointError)
 
 
 def test_small_ones_and_those_of_an_object_store_are_not_for_this(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert large.file_of(store, STEP) is not None
+    assert state_module.large_file_of(store, STEP) is not None
     elsewhere = CheckpointStore(address("s3://bucket/run/checkpoints"))
     with monkeypatch.context() as patched:
         patched.setattr(elsewhere, "manifest", lambda step: pytest.fail("a request"))
-        assert large.file_of(elsewhere, STEP) is None
-    large.LARGE_BYTES = 10**9  # put back by the fixture's monkeypatch
-    assert large.file_of(store, STEP) is None
+        assert state_module.large_file_of(elsewhere, STEP) is None
+    state_module.LARGE_BYTES = 10**9  # put back by the fixture's monkeypatch
+    assert state_module.large_file_of(store, STEP) is None
 
 
 @pytest.mark.parametrize("raw", [b"", b"PK", b"PK\3\4" + bytes(99), b"not an archive at all"])

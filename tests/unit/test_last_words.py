@@ -7,7 +7,7 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.errors import FAILED
-from tandem.launch import termination
+from tandem.launch import announce_error
 from tandem.launch.rendezvous import (
     JOB_RESULT_KEY,
     JobEndedError,
@@ -80,12 +80,12 @@ def test_kubernetes_is_told_where_it_asks_and_nothing_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "termination-log"
-    monkeypatch.setattr(termination, "TERMINATION_LOG", path)
-    termination.write_termination_message("nobody asks")
+    monkeypatch.setattr(announce_error, "TERMINATION_LOG", path)
+    announce_error.write_termination_message("nobody asks")
     assert not path.exists()
     path.write_text("an earlier end of this container, which was longer")
-    termination.write_termination_message("ended with code 1: é" + "x" * 5000)
+    announce_error.write_termination_message("ended with code 1: é" + "x" * 5000)
     assert path.read_text().startswith("ended with code 1: éxx") and path.stat().st_size == 4096
     path.unlink()
     os.mkfifo(path)
-    termination.write_termination_message("a pipe is none of Kubernetes'")
+    announce_error.write_termination_message("a pipe is none of Kubernetes'")

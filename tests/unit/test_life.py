@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tandem.signals import StopFlag
 from tandem.telemetry import agent_state, metrics
+from tandem.telemetry.journal import Restarts
 from tandem.telemetry.meter import ACTIVITIES
 from tandem.telemetry.registry import Registry
-from tandem.telemetry.restarts import Restarts
 
 
 @given(

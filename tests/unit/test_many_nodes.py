@@ -11,9 +11,9 @@ from tandem import running_clock
 from tandem.launch.rendezvous import read_all
 from tandem.launch.watchdog import NODES_AT_ONCE, Watchdog
 from tandem.telemetry import metrics
-from tandem.telemetry.families import Sample
 from tandem.telemetry.hangs import Beat
 from tandem.telemetry.messages import checked, pack_samples
+from tandem.telemetry.metrics import Sample
 from tandem.telemetry.registry import Registry
 from tandem.timeouts import STALE_SECONDS, WATCHDOG_TICK_SECONDS
 

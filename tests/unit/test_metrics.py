@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from tandem.telemetry import metrics
-from tandem.telemetry.families import Counter, Gauge, Info, Sample
 from tandem.telemetry.messages import Heartbeat, Samples, decode, encode, pack_samples, unpack_samples
-from tandem.telemetry.metrics import FAMILIES, markdown_table, wire_names
+from tandem.telemetry.metrics import FAMILIES, Counter, Gauge, Info, Sample, markdown_table, wire_names
 from tandem.telemetry.registry import MAX_SERIES, Registry
 
 

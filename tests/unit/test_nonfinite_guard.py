@@ -12,7 +12,7 @@ from tandem.distributed.consensus import Consensus, is_skipped
 from tandem.distributed.group import Position, ProcessGroup
 from tandem.distributed.strategy.single import SingleStrategy as Single
 from tandem.errors import NonFiniteError
-from tandem.telemetry.families import Sample
+from tandem.telemetry.metrics import Sample
 from tandem.training.nonfinite import MOST_SKIPS_IN_A_ROW, Guard, Policy, culprit
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from tandem.data.seeds import seed_model
 from tandem.errors import ConfigError
 from tandem.tasks.base import load_task
 from tandem.tasks.normalized import normalized
-from tandem.training.channels_last import lay_out
+from tandem.training.precision import lay_out
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CPU = torch.device("cpu")

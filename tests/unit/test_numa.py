@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.distributed import numa
-from tandem.distributed.numa import bind_to_node, cpus_of
+from tandem.distributed import devices
+from tandem.distributed.devices import bind_to_node, cpus_of
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 ADDRESSES = {0: "0000:1b:00.0", 1: "0001:dc:01.0"}
@@ -96,4 +96,4 @@ def test_without_a_gpu_and_with_a_torch_that_does_not_tell(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="a GPU"))
     bind_to_node([FIRST])
     assert [text.rpartition(": ")[2].split()[0] for text in caplog.messages] == ["there", "the"]
-    assert os.sched_getaffinity(0) == set(cpus) and numa.log.name == "tandem.run"
+    assert os.sched_getaffinity(0) == set(cpus) and devices.log.name == "tandem.run"

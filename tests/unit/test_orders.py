@@ -7,8 +7,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tandem.data import sampler
-from tandem.data.orders import POOL_BATCHES, BucketedOrder, WeightedOrder
-from tandem.data.sampler import LARGE, TORCH, GlobalOrder, TrainBatches
+from tandem.data.sampler import (
+    LARGE,
+    POOL_BATCHES,
+    TORCH,
+    BucketedOrder,
+    GlobalOrder,
+    TrainBatches,
+    WeightedOrder,
+)
 
 SIZES = st.tuples(st.integers(1, 12), st.integers(0, 300)).map(lambda pair: (pair[0] + pair[1], pair[0]))
 SEEDS = st.integers(0, 2**31)

@@ -21,8 +21,7 @@ from tandem.checkpoint.store import CheckpointStore
 from tandem.checkpoint.writer import CheckpointWriter
 from tandem.errors import CheckpointError, ConfigError, RunTakenError, StoppedError
 from tandem.platforms.placement import Placement
-from tandem.run.lease import acquire, refuse_if_owned, restarted_as
-from tandem.run.owner import LeaseRecord, Token, fence
+from tandem.run.lease import LeaseRecord, Token, acquire, fence, refuse_if_owned, restarted_as
 
 HOLD = program_text("owner_hold")
 

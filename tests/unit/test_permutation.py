@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.data.permutation import BLOCK, Numbers, Permutation
-from tandem.data.sampler import FEISTEL, GlobalOrder
+from tandem.data.sampler import BLOCK, FEISTEL, GlobalOrder, Numbers, Permutation
 from tandem.data.seeds import derive_seed
 
 KEYS = st.integers(0, 2**63 - 1)

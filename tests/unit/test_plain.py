@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.checkpoint.flatten import flatten, unflatten
 from tandem.checkpoint.node_memory import NodeMemory
 from tandem.checkpoint.plain import DEEPEST, restored
 from tandem.checkpoint.snapshot import Snapshots, newest_snapshot
-from tandem.checkpoint.state import deserialize, serialize
+from tandem.checkpoint.state import deserialize, flatten, serialize, unflatten
 from tandem.errors import ConfigError, UnloadableError
 
 VALUES: dict[str, Any] = {

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tandem.custom_loop.limits import check_dataset, hints_as_arguments
-from tandem.custom_loop.plain_backward import PlainBackward
+from tandem.custom_loop.limits import PlainBackward, check_dataset, hints_as_arguments
 from tandem.errors import ConfigError
 
 

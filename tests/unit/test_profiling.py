@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tandem.training.profiling import profiled
+from tandem.training.flops import profiled
 
 
 def test_a_window_that_reaches_the_last_step_is_written(tmp_path: Path) -> None:

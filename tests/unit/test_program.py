@@ -14,12 +14,11 @@ from tandem.distributed.position import Position
 from tandem.errors import ConfigError
 from tandem.launch.misplaced_flags import hint
 from tandem.launch.program_arguments import check, is_own_loop, split, to_verify
-from tandem.script.environment import variables
 from tandem.script.execute import code_of
-from tandem.script.job import Job, Program
+from tandem.script.job import Job, Program, variables
 from tandem.script.observer import where
+from tandem.work.base import Cause, choose_cause, failures, last_words
 from tandem.work.program import variables_of
-from tandem.work.root_cause import Cause, choose, failures, last_words
 
 ENVIRONMENTS = Path(__file__).parents[1] / "fixtures" / "environments"
 
@@ -147,7 +146,7 @@ def test_threads_are_torchruns_where_ranks_share_a_host() -> None:
     ],
 )
 def test_who_is_to_blame(first: dict[int, int], later: dict[int, int], expected: tuple[int, int]) -> None:
-    assert choose(first, later) == expected
+    assert choose_cause(first, later) == expected
 
 
 def test_ranks_that_ended_well_or_as_asked_have_not_failed() -> None:

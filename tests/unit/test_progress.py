@@ -9,8 +9,7 @@ import pytest
 
 from tandem.errors import ConfigError
 from tandem.log import setup
-from tandem.telemetry.progress import Progress
-from tandem.telemetry.tensorboard import EventWriter
+from tandem.telemetry.displays import EventWriter, Progress
 
 
 class Terminal(io.StringIO):

@@ -17,8 +17,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as engine
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
-from tandem.launch.elastic import LastCall
 from tandem.launch.generation_sync import agreed
+from tandem.launch.membership import LastCall
 from tandem.launch.rendezvous import StoreLostError
 from tandem.launch.rendezvous_state import (
     NO_STATE,

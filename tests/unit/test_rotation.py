@@ -20,9 +20,8 @@ from tandem.report.history import History
 from tandem.rotation import older
 from tandem.run.directory import RunDir
 from tandem.telemetry import journal as journal_module
-from tandem.telemetry.journal import Journal, read_events
-from tandem.telemetry.restarts import Restarts
-from tandem.work.root_cause import last_words
+from tandem.telemetry.journal import Journal, Restarts, read_events
+from tandem.work.base import last_words
 
 SMALL = 2000
 

@@ -11,7 +11,7 @@ from tandem.config import Settings
 from tandem.errors import ConfigError, RunTakenError
 from tandem.platforms.placement import Placement
 from tandem.run.directory import RunDir
-from tandem.run.owner import Token
+from tandem.run.lease import Token
 from tandem.script.job import Program
 from tandem.work.program import job_of
 

@@ -187,7 +187,7 @@ def test_integers_stay_what_they_are_and_depth_has_a_limit() -> None:
 def test_commands_that_only_read_import_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from tandem.cli import run; "
-        f"run('runs', [{str(tmp_path)!r}], {{}}); import tandem.report.serve, tandem.report.tracking; "
+        f"run('runs', [{str(tmp_path)!r}], {{}}); import tandem.report.report, tandem.report.tracking; "
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)

@@ -11,7 +11,7 @@ from tandem.errors import ConfigError
 from tandem.launch.eval_command import settings_of
 from tandem.launch.script_process import only_rank_0_reports
 from tandem.platforms.environment import Placement
-from tandem.telemetry.progress import Progress
+from tandem.telemetry.displays import Progress
 from tandem.verify.outcome import Outcome, difference
 
 

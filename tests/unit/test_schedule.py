@@ -15,7 +15,7 @@ from tandem.schedule import (
     scale_lr,
     scaling_of,
 )
-from tandem.training.rates import Rates
+from tandem.training.optim import Rates
 
 SCHEDULES: list[LrSchedule] = ["constant", "linear", "cosine", "step"]
 SIZES = st.integers(1, 300)

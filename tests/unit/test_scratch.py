@@ -11,8 +11,8 @@ import pytest
 
 from program_files import program_text
 from tandem.errors import ConfigError
-from tandem.launch import scratch as module
-from tandem.launch.scratch import scratch
+from tandem.launch import run_dir as module
+from tandem.launch.run_dir import scratch
 
 HOLD = program_text("scratch_hold")
 

@@ -18,7 +18,7 @@ from tandem.cli import run
 from tandem.errors import ConfigError
 from tandem.report.access import Access
 from tandem.report.pages import report_policy
-from tandem.report.serve import ReportServer, runs_in
+from tandem.report.report import ReportServer, runs_in
 from tandem.telemetry.journal import Journal
 
 

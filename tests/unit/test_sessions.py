@@ -12,7 +12,7 @@ import pytest
 
 from patience import patient
 from program_files import program_text
-from tandem.launch.sessions import has_handler, signal_session
+from tandem.launch.workers import has_handler, signal_session
 
 HEARS = program_text("sessions_hears")
 ABOVE = program_text("sessions_above")

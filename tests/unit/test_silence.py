@@ -12,8 +12,8 @@ from functools import partial
 
 import pytest
 
+from tandem.log import log_if_slow as still_for
 from tandem.log import setup, wrap_terminal_lines
-from tandem.slow_start import log_if_slow as still_for
 
 log = logging.getLogger("tandem.run")
 still = partial(still_for, silence=0.3, soon=0.1)

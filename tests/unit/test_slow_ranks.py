@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tandem.launch.slow_ranks import SlowRanks
+from tandem.launch.watchdog import SlowRanks
 from tandem.telemetry import stragglers
 from tandem.telemetry.hangs import Beat
 from tandem.telemetry.messages import Message, Ranks, Samples

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tandem.launch.connectivity import ConnectivityProblem
-from tandem.verify import containers
+from tandem.verify import machine
 
 APPTAINER = "echo apptainer version 1.4.5"
 ENROOT = "echo 4.1.2"
@@ -21,7 +21,7 @@ def found(
         (folder / name).write_text(f"#!/bin/sh\n{script}\n")
         (folder / name).chmod(0o755)
     (folder / "limit").write_text(limit + "\n")
-    return list(containers.findings({"PATH": str(folder), **variables}, folder / "limit"))
+    return list(machine.container_findings({"PATH": str(folder), **variables}, folder / "limit"))
 
 
 @pytest.mark.parametrize("programs", [{}, {"srun": SRUN}], ids=["nothing", "slurm alone"])

@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 import played_gpu
 from tandem.checkpoint import node_memory as memory_module
 from tandem.checkpoint import snapshot as snapshot_module
-from tandem.checkpoint.flatten import flatten, unflatten
 from tandem.checkpoint.node_memory import NodeMemory
-from tandem.checkpoint.pinned import Pinned
-from tandem.checkpoint.snapshot import SLOT, Layout, Snapshots, newest_snapshot
+from tandem.checkpoint.snapshot import SLOT, Layout, Pinned, Snapshots, newest_snapshot
+from tandem.checkpoint.state import flatten, unflatten
 from tandem.errors import ConfigError
 from tandem.process import memory_left
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, TensorDataset
 
-from tandem.checkpoint.flatten import flatten, unflatten
+from tandem.checkpoint.state import flatten, unflatten
 from tandem.config.slices import DataConfig
 from tandem.data.kinds import evaluation_batches, training_data
 from tandem.data.source import BatchReader

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from tandem.checkpoint.decision import locate
 from tandem.checkpoint.listing import list_checkpoints, rule_of, table
-from tandem.checkpoint.locate import locate
 from tandem.checkpoint.retention import Best, Retention
 from tandem.checkpoint.storage.protocol import Sink
 from tandem.checkpoint.store import CheckpointStore

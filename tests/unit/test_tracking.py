@@ -17,7 +17,7 @@ from tandem.config import Given, resolve
 from tandem.errors import ConfigError
 from tandem.launch.run_dir import prepare_run_dir
 from tandem.report import tracking
-from tandem.report.trackers import MetricRow, RunStart, numbers_of
+from tandem.report.tracking import MetricRow, RunStart, numbers_of
 from tandem.run.directory import RunDir
 from tandem.run.lease import Lease
 from tandem.telemetry.journal import Journal

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.work.root_cause import last_error
+from tandem.work.base import last_error
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 import tandem
 from tandem import text
-from tandem.telemetry.progress import Progress
+from tandem.telemetry.displays import Progress
 from tandem.text import did_you_mean, format_duration, nearest
 
 

@@ -14,9 +14,8 @@ from tandem.platforms.placement import Placement
 from tandem.run.directory import RunDir
 from tandem.script.job import Program
 from tandem.signals import StopFlag
-from tandem.work.base import NOTHING, SAVED, TRAINED, GenerationEnd, Workload, any_rank, gpu_index
+from tandem.work.base import NOTHING, SAVED, TRAINED, Cause, GenerationEnd, Workload, any_rank, gpu_index
 from tandem.work.program import ProgramWork
-from tandem.work.root_cause import Cause
 from tandem.work.task import TaskWork
 
 NODE_1_KILLED = Cause(1, 1, "b", KILLED)

@@ -21,10 +21,12 @@ Snapshots are the same only if their step, their generation and their skeleton a
 
 import errno
 import hashlib
+import logging
 import marshal
 import mmap
 import struct
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,20 +34,91 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.checkpoint.flatten import flatten, homes_by_index, unflatten
 from tandem.checkpoint.node_memory import NodeMemory
-from tandem.checkpoint.pinned import Pinned, streams_of
 from tandem.checkpoint.plain import restored
-from tandem.checkpoint.state import home_or_memory
+from tandem.checkpoint.state import flatten, home_or_memory, homes_by_index, unflatten
 from tandem.process import memory_left
 from tandem.torch_private import copy_all
+
+# Pinned host memory, so that copies from a GPU run asynchronously.
+#
+# torch rounds its own pinned memory up to a power of two for each tensor, which can need twice the state's
+# size.
+
+log = logging.getLogger("tandem.run")
+
+ALIGNMENT = 64
+
+
+class Pinned:
+    """Pins one piece of memory at a time. If CUDA refuses, copies still work, but block the host."""
+
+    def __init__(self) -> None:
+        self._held = (0, 0)  # address, bytes
+        self._is_refused = False
+
+    def hold(self, memory: Tensor) -> None:
+        """Pin `memory` (which the caller keeps alive) and unpin the previous piece.
+
+        The same memory is pinned once.
+        """
+        wanted = (memory.data_ptr(), memory.nbytes)
+        if wanted == self._held or self._is_refused:
+            return
+        self.release()
+        result = int(torch.cuda.cudart().cudaHostRegister(*wanted, 0))  # type: ignore[no-untyped-call]
+        if result == 0:
+            self._held = wanted
+            return
+        self._is_refused = True
+        log.warning(
+            "CUDA cannot pin %.2f GiB of host memory (error %d): copies from the GPU will delay steps; raise "
+            "the limit on locked memory (ulimit -l unlimited), or add memory",
+            *(memory.nbytes / 2**30, result),
+        )
+        # CUDA keeps the error and would raise it at the next kernel launch, wherever that is.
+        with suppress(RuntimeError):
+            torch.ones(1, device="cuda")
+
+    def release(self) -> None:
+        """Unpin the memory. Call this before the memory is freed."""
+        if self._held[0]:
+            torch.cuda.cudart().cudaHostUnregister(self._held[0])  # type: ignore[no-untyped-call]
+        self._held = (0, 0)
+
+
+def streams_of(sources: list[Tensor]) -> list[torch.cuda.Stream]:
+    """Return the current stream of each GPU that `sources` are on; copies run on these."""
+    devices = {source.device for source in sources if source.is_cuda}
+    return [torch.cuda.current_stream(device) for device in devices]
+
+
+def homes_in_one_piece(sources: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return (memory, tensors in it with the shapes and dtypes of `sources`), laid out one after another.
+
+    Each tensor has its own storage, because torch.save requires that for views with different dtypes.
+    """
+    offsets = []
+    end = 0
+    for source in sources:
+        offsets.append(end)
+        end += -(-source.nbytes // ALIGNMENT) * ALIGNMENT
+    # torch.frombuffer accepts neither an empty buffer nor zero elements.
+    memory = bytearray(max(end, ALIGNMENT))
+    homes = [
+        torch.frombuffer(memory, dtype=source.dtype, count=source.numel(), offset=begin).reshape(source.shape)
+        if source.numel()
+        else torch.empty(source.shape, dtype=source.dtype)
+        for begin, source in zip(offsets, sources, strict=True)
+    ]
+    return torch.frombuffer(memory, dtype=torch.uint8), homes
+
 
 SLOT = struct.Struct("<Qqq")  # fingerprint, step, generation
 GEOMETRY = struct.Struct("<qq")  # offset of the tensors in a slot, bytes of a slot
 GEOMETRY_AT = 2 * SLOT.size
 LENGTH = struct.Struct("<q")
 HEADER_BYTES = 64
-ALIGNMENT = 64
 SKELETON_SLACK = 2  # the skeleton's numbers may need more bytes later
 PER_RANK = "per_rank"
 OF = "of"

@@ -7,16 +7,93 @@ import struct
 import sys
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
-from typing import IO, Any, TypeGuard
+from typing import IO, Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
 
-from tandem.checkpoint.flatten import flatten, homes_by_index, unflatten
-from tandem.checkpoint.plain import DEEPEST, restored, shown, unusual
-from tandem.errors import UnloadableError, text_of
+from tandem.checkpoint.plain import (
+    DEEPEST,
+    TYPES,
+    VALID,
+    Plain,
+    UnsupportedValueError,
+    restored,
+    shown,
+    unusual,
+)
+from tandem.checkpoint.store import CheckpointStore, translated
+from tandem.errors import CheckpointError, ConfigError, CorruptCheckpointError, UnloadableError, text_of
+
+# Split a training state into its tensors, in a fixed order, and a skeleton of everything else.
+#
+# Saves and snapshots copy the tensors into their own memory and then rebuild the same state from the copies.
+
+HERE_WAS_A_TENSOR = ...
+"""Placeholder for a tensor in a skeleton. marshal can store it, and no plain state contains it."""
+OF_A_LOOP = ("objects", "tensors", "numbers", "per_rank")
+"""Parts whose keys are names chosen by a script, which identify a value better than the part's name."""
+
+
+def flatten(state: Mapping[str, Any]) -> tuple[dict[Any, Any], list[Tensor]]:
+    """Return (skeleton, tensors): plain containers, and detached tensors in order of appearance.
+
+    `unflatten` returns the plain state, and `plain.restored` converts that back to the original types. Raises
+    ConfigError, with the path of the value, for what cannot be saved.
+    """
+    tensors: list[Tensor] = []
+
+    def take(value: Tensor) -> Any:
+        tensors.append(value)
+        return HERE_WAS_A_TENSOR
+
+    skeleton = dict[Any, Any]()
+    converted = list[Any]()
+    for name, value in state.items():
+        plain = Plain(take)
+        try:
+            skeleton[name] = plain.of(value)
+        except UnsupportedValueError as error:
+            path = [name, *error.path]
+            where = shown(path[1:] if name in OF_A_LOOP and len(path) > 1 else path)
+            # Some descriptions have their own advice, after a semicolon.
+            advice = "" if ";" in error.what else f"; {VALID}"
+            raise ConfigError(f"cannot save the state: {where} is {error.what}{advice}") from error
+        converted += [((name, *reversed(keys)), was) for keys, was in plain.converted]
+    if converted:
+        skeleton[TYPES] = converted
+    return skeleton, tensors
+
+
+def unflatten(skeleton: Mapping[Any, Any], tensors: Iterable[Tensor]) -> dict[Any, Any]:
+    """Inverse of `flatten`, with `tensors` in place of the original ones."""
+    following = iter(tensors)
+
+    def put(value: Any) -> Any:
+        return next(following) if value is HERE_WAS_A_TENSOR else value
+
+    return {key: _mapped(value, put) for key, value in skeleton.items()}
+
+
+def homes_by_index(skeleton: Mapping[Any, Any], homes: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    """Return {index of a model tensor in the skeleton: the tensor in `homes` with the same name}."""
+    indices = unflatten(skeleton, count())  # type: ignore[arg-type]  # indices in place of tensors
+    model = indices.get("model", {})
+    here = [name for name in model if skeleton["model"][name] is HERE_WAS_A_TENSOR and name in homes]
+    return {model[name]: homes[name] for name in here}
+
+
+def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Copy dicts, lists and tuples; replace every other value by `leaf(value)`."""
+    if isinstance(value, dict):
+        return {key: _mapped(item, leaf) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(item, leaf) for item in value)
+    return leaf(value)
+
 
 SLACK_BYTES = 2**20
 """How many bytes a state may need beyond its file's size: small tensors that were saved expanded."""
@@ -199,3 +276,36 @@ def _first_line(error: BaseException) -> str:
         return f"it would run {blocked[1]}; nothing in it was run"
     text = text_of(error).rpartition("WeightsUnpickler error:")[2].partition(" Please use `torch")[0].strip()
     return (text or type(error).__name__).splitlines()[0].strip()
+
+
+# Large states, which do not fit in memory twice: use the file in place, and hash it before and after.
+
+T = TypeVar("T")
+LARGE_BYTES = 256 * 2**20
+
+
+def large_file_of(store: CheckpointStore, step: int) -> Path | None:
+    """Return the file of a large state in a directory; None for all others. Raises CorruptCheckpointError."""
+    # On an object store, reading the manifest costs a request.
+    if not isinstance(folder := store.path(step), Path):
+        return None
+    ((name, wanted),) = store.manifest(step)["files"].items()
+    return folder / name if wanted["bytes"] >= LARGE_BYTES else None
+
+
+def read_in_place(
+    store: CheckpointStore, step: int, path: Path, use: Callable[[Path], T]
+) -> tuple[T, dict[str, Any]]:
+    """Return (`use(path)`, info of the step). Raises CorruptCheckpointError before a damaged file is used.
+
+    Raises CheckpointError if the file changed while it was used, because the result may then be wrong.
+    """
+    # The file is read three times; with the page cache, only the first time is from the disk.
+    store.verify(step, from_disk=False)
+    with translated(f"cannot read {path}"):
+        made = use(path)
+    try:
+        store.verify(step, from_disk=False)
+    except CorruptCheckpointError as error:
+        raise CheckpointError(f"the file changed while it was being loaded; start again: {error}") from error
+    return made, store.info(step)

@@ -57,7 +57,7 @@ def translated(what: str, advice: str = "") -> Iterator[None]:
 class CheckpointStore:
     """The checkpoints of one run, in `directory` (a Path or RemotePath), which the first save creates.
 
-    `fence` raises RunTakenError if the run belongs to another launch (see `run/owner.py`).
+    `fence` raises RunTakenError if the run belongs to another launch (see `run/lease.py`).
     """
 
     def __init__(self, directory: PurePath, fence: Callable[[], None] = lambda: None) -> None:

@@ -12,9 +12,9 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from tandem.checkpoint.flatten import flatten, unflatten
-from tandem.checkpoint.pinned import Pinned, homes_in_one_piece, streams_of
 from tandem.checkpoint.retention import Retention
+from tandem.checkpoint.snapshot import Pinned, homes_in_one_piece, streams_of
+from tandem.checkpoint.state import flatten, unflatten
 from tandem.checkpoint.store import CheckpointStore, Info
 from tandem.errors import CheckpointError, RunTakenError
 from tandem.telemetry.meter import SaveOutcome as SaveOutcome

@@ -6,18 +6,18 @@
 import argparse
 import contextlib
 import os
+import re
+import secrets
 import shlex
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from tandem import shipped
-from tandem.cluster import job_secret
-from tandem.cluster.cores import OURS, limits_given, share_of
 from tandem.cluster.engine import (
     HERE,
     STOP_SECONDS,
@@ -26,6 +26,7 @@ from tandem.cluster.engine import (
     ClusterError,
     EngineGoneError,
     docker,
+    dotenv,
     free_bytes_of_engine,
     is_watched,
     variables_in_dotenv,
@@ -48,7 +49,98 @@ from tandem.cluster.project import build as build_image
 from tandem.cluster.volume import remove_volumes
 from tandem.cluster.wording import say
 from tandem.cluster.workload import work_of
-from tandem.config.secrets import is_secret
+from tandem.config.address import is_secret
+
+# The number of CPU threads of a rank: its share of the host's cores, or its container's limit.
+
+LIMITS = ("CPUS", "MEMORY", "SHM_SIZE", "TMP_SIZE")
+OURS = "THREADS_ARE_A_SHARE"
+"""A cluster variable that says that TANDEM_THREADS was not set, so `compose-scale` computes it again."""
+
+
+def limits_given() -> dict[str, str]:
+    """Return the limits of each node from the caller's environment; Compose itself reads those in .env.
+
+    Raises ClusterError for a size of /tmp that the kernel would reject: tmpfs(5) does not accept `gb`.
+    """
+    found = {name: os.environ[name] for name in LIMITS if os.environ.get(name)}
+    if "TMP_SIZE" in found:
+        size = found["TMP_SIZE"].lower().removesuffix("b")
+        if not re.fullmatch(r"[1-9][0-9]*[kmg]?", size):
+            raise ClusterError(f"TMP_SIZE={found['TMP_SIZE']} is not a size; expected 512m, 2g...")
+        found["TMP_SIZE"] = size
+    return found
+
+
+def share_of(nodes: int, variables: Mapping[str, str]) -> dict[str, str]:
+    """Return TANDEM_THREADS for a cluster of `nodes` nodes on this host. Raises ClusterError."""
+    cpus = checked_cpus(variables.get("CPUS") or dotenv().get("CPUS", ""))
+    return {"TANDEM_THREADS": threads_of(os.cpu_count() or 1, nodes, cpus, variables["GPUS"]), OURS: "1"}
+
+
+def threads_of(cores: int, nodes: int, cpus: float, gpus: str) -> str:
+    """Return the threads of a rank; `auto` if the container's limit is at most the node's share.
+
+    With `auto`, tandem reads that limit. Without such a limit, a container sees all cores of the host, which
+    its nodes must share.
+    """
+    if 0 < cpus <= cores / nodes:
+        return "auto"
+    ranks = int(gpus) if gpus.isdigit() else 1  # one rank per GPU
+    # A host can have fewer cores than ranks.
+    return str(max(1, cores // nodes // ranks))
+
+
+def checked_cpus(text: str) -> float:
+    """Return the cores that a node may use, 0 for all. Raises ClusterError."""
+    if not re.fullmatch(r"([0-9]{1,4}(\.[0-9]*)?)?", text):
+        raise ClusterError(
+            f"CPUS: invalid value {text!r}; expected a number of cores per node such as 0.5, 1 or 2: "
+            "make compose-up CPUS=2"
+        )
+    return float(text or 0)
+
+
+# The secret that a Compose project's nodes share: a file on this host, recreated at each start.
+#
+# Compose mounts it at /run/secrets/job. It is in no label, variable or log. Only its owner can access the
+# directory; the file itself is readable by the containers' user.
+
+GIVEN = "TANDEM_JOB_SECRET"
+GIVEN_FILE = "TANDEM_JOB_SECRET_FILE"
+ROOT = shipped.checkout()
+
+
+def secret_path(project: str) -> Path:
+    """Return the file's path: below build/ of the checkout, else in the user's state directory."""
+    if ROOT is not None:
+        return ROOT / "build" / "secrets" / project
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(os.path.expanduser(state)) / "tandem" / "secrets" / project
+
+
+def make_secret(project: str, given: Mapping[str, str]) -> Path:
+    """Write the file with the secret in `given` (variables), or a new one. Raises ClusterError."""
+    file = given.get(GIVEN_FILE)
+    try:
+        text = Path(file).read_text(encoding="utf-8") if file else given.get(GIVEN) or secrets.token_hex(32)
+    except (OSError, ValueError) as error:
+        raise ClusterError(f"{GIVEN_FILE}: cannot read {file}: {error}; make it readable") from error
+    path = secret_path(project)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # mkdir changes no mode of an existing directory.
+    path.parent.chmod(0o700)
+    # An existing file may be a link or belong to another user, so the secret is written to a new one.
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o444), "w", encoding="utf-8") as out:
+        os.fchmod(out.fileno(), 0o444)  # regardless of the umask
+        out.write(text)
+    return path
+
+
+def remove_secret(project: str) -> None:
+    secret_path(project).unlink(missing_ok=True)
+
 
 START_SECONDS = 300.0
 LAST_LINES_SECONDS = 3.0
@@ -63,7 +155,7 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     LinkShape(options.rate, options.latency, options.loss).check()
     port = checked_port(options.metrics_port or str(METRICS_PORT))
     check_gpus(options.gpus)
-    variables = variables_of(options, nodes, port) | {"SECRET_FILE": str(job_secret.path_of(options.project))}
+    variables = variables_of(options, nodes, port) | {"SECRET_FILE": str(secret_path(options.project))}
     return Cluster(options.project, variables, bool(options.gpus), options.monitoring == "1")
 
 
@@ -94,7 +186,7 @@ def up(options: argparse.Namespace) -> int:
     # A script decides where its checkpoints are.
     name, where = ("run", "") if options.script else ("checkpoints", "/checkpoints")
     say(f"{name:<12} {cluster.run_dir}{where} in volume {cluster.project}_checkpoints")
-    job_secret.make(options.project, {**variables_in_dotenv(), **os.environ})
+    make_secret(options.project, {**variables_in_dotenv(), **os.environ})
     if options.monitoring == "1":
         watch(cluster)
     start(cluster)
@@ -114,7 +206,7 @@ def variables_of(options: argparse.Namespace, nodes: int, port: int) -> dict[str
     Secrets are left out, because all variables become a label. The job's secret is in a file.
     """
     given = {name: value for name, value in os.environ.items() if name.startswith("TANDEM_") and value}
-    kept_out = job_secret.GIVEN_FILE, *filter(is_secret, given)
+    kept_out = GIVEN_FILE, *filter(is_secret, given)
     given = {name: value for name, value in given.items() if name not in kept_out}
     everything = {**variables_in_dotenv(), **given}
     variables = {
@@ -247,7 +339,7 @@ def down(options: argparse.Namespace) -> int:
     remove_all(cluster, everything)
     if everything:
         remove_volumes([f"{options.project}_{name}" for name in VOLUMES])
-    job_secret.remove(options.project)
+    remove_secret(options.project)
     kept = "removed" if everything else f"kept (VOLUMES=1 removes {options.project}_checkpoints and _data)"
     say(f"cluster {options.project} is down; volumes {kept}")
     return 0
@@ -322,7 +414,7 @@ def scale(options: argparse.Namespace) -> int:
     before = len(found.nodes())
     ClusterJob.of(found).stop()
     remove_metrics(found)
-    secret = job_secret.make(found.project, {**variables_in_dotenv(), **os.environ})
+    secret = make_secret(found.project, {**variables_in_dotenv(), **os.environ})
     more = {**limits_given(), "NODES": str(nodes), "SECRET_FILE": str(secret)}
     variables = {**found.variables, **more}
     # A number of threads that the user chose stays.

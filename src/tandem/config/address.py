@@ -1,7 +1,9 @@
 """Where a run is stored: a local directory, or a remote location given by its address."""
 
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePath, PurePosixPath
+from typing import Any
 
 from tandem.errors import ConfigError
 
@@ -55,3 +57,86 @@ def address(text: str | PurePath) -> PurePath:
         return Path(text)
     valid = ", ".join(f"{known}://" for known in SCHEMES)
     raise ConfigError(f"invalid address {text}; expected a directory or one of {valid}")
+
+
+# Hide passwords, keys and tokens in commands, settings and logs before they are shown.
+#
+# It finds secrets in two ways: by form (a value after a name that sounds like a secret, or in a known
+# format), and by value (the secrets in this process's own environment). Quantifiers are bounded because a log
+# may contain anything.
+
+HIDDEN = "[hidden]"
+SHORTEST = 6
+"""Shorter values cannot be distinguished from ordinary text."""
+_NAME = (
+    r"[\w.-]{0,60}(?:secret|passw(?:or)?d|passphrase|token|credentials?"
+    r"|(?:access|account|api|auth|deploy|encryption|license|master|private|signing|storage)[_-]?key)"
+)
+_VALUE = r"""("[^"]*"|'[^']*'|[^\s,;&"']+)"""
+_IS_SECRET = re.compile(rf"(?:{_NAME}|[\w.-]*secret[\w.-]*|pgpassword|auth|authorization|cookie)\Z", re.I)
+_NAMED = re.compile(rf"""(\b{_NAME}["']?(?:\s*[=:]\s*|\s+))((?:(?:bearer|basic)\s+)?){_VALUE}""", re.I)
+_HEADER = re.compile(
+    r"(\bauthorization[\"']?\s*[:=]\s*[\"']?(?:\w{1,20}\s+)?|\bbearer\s+)([\w.~+/=-]{8,})", re.I
+)
+_IN_URL = re.compile(r"(\b[a-z][a-z0-9+.-]{0,20}://)[^/\s@]{1,300}@", re.I)
+# Formats of AWS, GitHub, GitLab, Hugging Face, OpenAI, Slack, JSON Web Tokens and PEM keys.
+_FORMS = re.compile(
+    r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\bgh[pousr]_\w{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}|\bhf_\w{16,}"
+    r"|\bsk-[\w-]{16,}|\bxox[abprs]-[\w-]{10,}|\beyJ[\w-]{8,2000}\.[\w-]{8,}\.[\w-]*"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+)
+
+
+def is_secret(name: str) -> bool:
+    """Return True if a variable, flag or setting of this name contains a secret.
+
+    A *_file setting does not.
+    """
+    return _IS_SECRET.fullmatch(name) is not None
+
+
+def secrets_in(environ: Mapping[str, str]) -> list[str]:
+    """Return the secret values of an environment."""
+    return [value for name, value in environ.items() if is_secret(name)]
+
+
+def hidden(value: Any, secrets: Iterable[str] = (), is_named: bool = False, is_setting: bool = False) -> Any:
+    """Return a copy of plain JSON without secrets, at any depth and also in keys.
+
+    `is_named`: the value belongs to a name that sounds like a secret, so its text is hidden. Its numbers are
+    hidden only with `is_setting`, because a metric may be called loss_per_token.
+    """
+
+    def inner(item: Any, name: object = "") -> Any:
+        return hidden(item, secrets, is_named or is_secret(str(name).lstrip("-")), is_setting)
+
+    if isinstance(value, dict):
+        label = value.get(
+            "name", value.get("key")
+        )  # environments are often written as {"name": ..., "value": ...}
+        return {
+            hide(str(name), secrets): inner(item, label if name == "value" else name)
+            for name, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        # Commands: ["--password", "..."].
+        before = ["", *(each if isinstance(each, str) else "" for each in value)]
+        return [inner(item, name) for item, name in zip(value, before, strict=False)]
+    if isinstance(value, str):
+        # An empty value stays visible: it shows that the secret is not set.
+        return HIDDEN if is_named and value else hide(value, secrets)
+    # A boolean or None is a switch, such as use_token, and reveals nothing.
+    return HIDDEN if is_named and is_setting and not isinstance(value, bool | None) else value
+
+
+def hide(text: str, secrets: Iterable[str] = ()) -> str:
+    """Return `text` without the given secrets and without anything that looks like one."""
+    # Longest first, because a secret may contain a shorter one.
+    for secret in sorted({each.strip() for each in secrets}, key=len, reverse=True):
+        if len(secret) >= SHORTEST:
+            text = text.replace(secret, HIDDEN)
+    # By form before by name: a value after a name ends at a space, and a PEM key contains spaces.
+    text = _FORMS.sub(HIDDEN, text)
+    text = _IN_URL.sub(rf"\1{HIDDEN}@", text)
+    text = _HEADER.sub(rf"\1{HIDDEN}", text)
+    return _NAMED.sub(rf"\1\2{HIDDEN}", text)

@@ -7,9 +7,9 @@ from pathlib import PurePath
 from typing import Any, NamedTuple, NoReturn
 
 from tandem.config import slices
+from tandem.config.address import HIDDEN, hide, is_secret
 from tandem.config.fields import Setting, convert, settings_of, words_of
 from tandem.config.removed import instead_of, translated
-from tandem.config.secrets import HIDDEN, hide, is_secret
 from tandem.errors import ConfigError
 from tandem.text import did_you_mean, nearest
 

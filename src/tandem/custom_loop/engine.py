@@ -12,10 +12,9 @@ from torch import nn
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.config import Settings
 from tandem.custom_loop.backward import Backward
-from tandem.custom_loop.batches import Batches
+from tandem.custom_loop.batches import Batches, MicroBatches
 from tandem.custom_loop.kept import KeptState, unwrapped
 from tandem.custom_loop.limits import check_batch_size, check_settings, hints_as_arguments
-from tandem.custom_loop.micro_batches import MicroBatches
 from tandem.data.batch_shares import equal_shares
 from tandem.data.kinds import training_data
 from tandem.data.loader import end_loaders

@@ -1,5 +1,7 @@
 """Define what a checkpoint of a custom loop contains: everything that the script passed to `Run.keep`."""
 
+import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import SimpleNamespace
@@ -9,10 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tandem.checkpoint.flatten import flatten
 from tandem.checkpoint.snapshot import PER_RANK
-from tandem.checkpoint.state import deserialize, serialize
-from tandem.custom_loop.differences import Differences
+from tandem.checkpoint.state import deserialize, flatten, serialize
 from tandem.custom_loop.values import (
     MODEL,
     NUMBER,
@@ -35,9 +35,51 @@ from tandem.distributed.replica import Replica
 from tandem.errors import ConfigError
 from tandem.telemetry.recorder import Recorder
 from tandem.training.buffers import adopt_buffers, has_saved_buffers
-from tandem.training.parameter_groups import check_groups, groups_of
+from tandem.training.optim import check_groups, groups_of
+from tandem.training.replicas import checksum
 from tandem.training.resume import check_shapes
 from tandem.training.train_state import indices_outside, parameter_names
+
+# Check that values that should be equal on all ranks are: a checkpoint contains only rank 0's.
+
+log = logging.getLogger("tandem.run")
+
+
+class Differences:
+    """Compare kept values between ranks by checksums, and report each name that differs once."""
+
+    def __init__(self, world: ProcessGroup) -> None:
+        self._world = world
+        self._reported = set[str]()
+
+    def report_new(self, values: Mapping[str, Any], recorder: Recorder, step: int) -> None:
+        """Compare `values`, by name. All ranks call this at the same step."""
+        if self._world.size == 1:
+            return
+        ranks = self._world.gather_json({name: digest_of(value) for name, value in values.items()})
+        first = ranks[0]
+        found = [name for name in first if any(rank.get(name) != first[name] for rank in ranks)]
+        new = [name for name in found if name not in self._reported]
+        self._reported.update(new)
+        if not new or not self._world.is_first:
+            return
+        recorder.event("kept_differs", step=step, names=new)
+        log.warning(
+            "%s: kept, but different on each rank at step %s; a checkpoint has rank 0's value only, so all "
+            "ranks have that value after a restart. Name it in run.keep(..., per_rank={%r: ...})",
+            ", ".join(new),
+            f"{step:,}",
+            new[0],
+        )
+
+
+def digest_of(value: Any) -> str:
+    """Return a short hash that differs if two values differ."""
+    skeleton, tensors = flatten({"": value})
+    total = hashlib.sha256(repr(skeleton).encode(errors="replace"))
+    for tensor in tensors:
+        total.update(f"{tensor.dtype}{tuple(tensor.shape)}{int(checksum(tensor))}".encode())
+    return total.hexdigest()[:16]
 
 
 class KeptValues(SimpleNamespace):

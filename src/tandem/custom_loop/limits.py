@@ -1,9 +1,14 @@
 """Reject what a custom loop does not support, and say what to do instead."""
 
-from collections.abc import Collection, Iterator
+import logging
+import sys
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from tandem.config import Settings
@@ -68,3 +73,96 @@ def hints_as_arguments(chosen: Collection[str]) -> Iterator[None]:
                 flag = "--" + name.replace("_", "-")
                 text = text.replace(f"{flag} ", f"{name}=").replace(flag, f"{name}=")
         raise ConfigError(text.replace("=: ", ": ")) from error
+
+
+# Detect `loss.backward()` where a loop needs `run.backward(loss)`.
+#
+# Such gradients are not checked, and the step's loss is not reported. A hook on each parameter records which
+# backward pass added to its gradient last.
+
+log = logging.getLogger("tandem.run")
+
+# "<" is for frames such as <frozen runpy> and <string>.
+INSTALLED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+"""Prefixes of file names that do not belong to the script."""
+WATCHED_STEPS = 2
+"""The number of steps after which parameters that run.backward has reached are no longer watched."""
+
+
+class PlainBackward:
+    """Track which gradients come from a backward pass other than `run.backward`."""
+
+    def __init__(self) -> None:
+        self.is_ours = False
+        """Whether `run.backward` is running."""
+        self._handles = dict[int, Any]()
+        self._reached = set[int]()
+        self._plain = set[int]()
+        self._location = ""  # where in the script the last plain backward pass was
+        self._is_used = self._has_warned = False
+        """Whether this step used or made gradients without `run.backward`; whether that was logged once."""
+
+    def watch(self, model: nn.Module) -> None:
+        """Watch the parameters of one more wrapped model."""
+        for parameter in model.parameters():
+            # Only leaves accumulate gradients, and torch refuses the hook for other tensors.
+            if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._handles:
+                hook = self._accumulated
+                self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        if self.is_ours:
+            self._reached.add(id(parameter))
+            self._plain.discard(id(parameter))
+            return
+        self._is_used = True
+        # The first parameter of the pass shows the line; a walk through the frames for each would take time.
+        if not self._plain:
+            self._location = _location_in_script()
+        self._plain.add(id(parameter))
+
+    def before_optimizer(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Raise ConfigError if an optimizer is about to use gradients of a plain backward pass."""
+        for parameter in parameters if self._handles else ():
+            if parameter.grad is None or id(parameter) not in self._handles:
+                continue
+            if id(parameter) in self._plain:
+                location = self._location or _location_in_script()
+                raise ConfigError(
+                    f"{location and f'{location}: '}this step had no run.backward: replace loss.backward() "
+                    "with run.backward(loss)"
+                )
+            self._is_used = True
+
+    def end_step(self, step: int, had_backward: bool, steps: int) -> None:
+        """Warn once if `step` trained in a way that cannot be checked.
+
+        `steps` counts the steps of this process.
+        """
+        if not had_backward and self._is_used and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "step %d had no run.backward: its loss is not reported, and values that are not finite "
+                "are not detected; use run.backward(loss) instead of loss.backward()",
+                step + 1,
+            )
+        self._is_used = False
+        # Hooks slow down each backward pass, and a parameter that run.backward has reached is in the right
+        # loop.
+        if steps >= WATCHED_STEPS:
+            for each in self._reached & self._handles.keys():
+                self._handles.pop(each).remove()
+            self._reached.clear()
+
+
+def _location_in_script() -> str:
+    """Return `train.py line 12`, or "" in a thread of the autograd engine.
+
+    Such a thread has no frame of the script.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(INSTALLED):
+        if frame.f_back is None:
+            return ""
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name} line {frame.f_lineno}"

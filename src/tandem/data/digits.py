@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tandem.data import idx
+from tandem.data import datasets
 from tandem.data.seeds import derive_seed
 from tandem.errors import ConfigError
 
@@ -57,12 +57,12 @@ _STROKES: tuple[list[list[tuple[float, float]]], ...] = (
 
 def prepare_digits(folder: Path) -> None:
     """Draw the four files into `folder` unless they exist; safe with many concurrent processes."""
-    if not idx.missing(folder):
+    if not datasets.missing_idx(folder):
         return
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _lock(folder.with_name(f".{folder.name}.lock")):
-            if idx.missing(folder):
+            if datasets.missing_idx(folder):
                 _draw_into(folder)
     except OSError as error:
         reason = error.strerror or error
@@ -90,16 +90,16 @@ def _draw_into(folder: Path) -> None:
         # mkdtemp allows only its owner, and other users may share the data directory.
         partial.chmod(0o755)
         for seed, count, names in (
-            (0, TRAIN_SAMPLES, (idx.NAMES.train_images, idx.NAMES.train_labels)),
-            (1, EVALUATION_SAMPLES, (idx.NAMES.evaluation_images, idx.NAMES.evaluation_labels)),
+            (0, TRAIN_SAMPLES, (datasets.NAMES.train_images, datasets.NAMES.train_labels)),
+            (1, EVALUATION_SAMPLES, (datasets.NAMES.evaluation_images, datasets.NAMES.evaluation_labels)),
         ):
             for name, tensor in zip(names, draw(count, seed), strict=True):
-                idx.write_idx(partial / name, tensor)
+                datasets.write_idx(partial / name, tensor)
         try:
             partial.rename(folder)
         except OSError:  # the directory exists: finished by a process outside the lock, or incomplete
-            if idx.missing(folder):
-                for name in idx.NAMES:
+            if datasets.missing_idx(folder):
+                for name in datasets.NAMES:
                     os.replace(partial / name, folder / name)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -7,12 +7,9 @@ import torch
 
 from tandem.data.fetch import Batch, Collate, is_stream, whole_fetch
 from tandem.data.loader import share_batches
-from tandem.data.mapped import MappedData
-from tandem.data.orders import MakeOrder
-from tandem.data.sampler import GlobalOrder
-from tandem.data.sharded import ShardedData
+from tandem.data.sampler import GlobalOrder, MakeOrder
 from tandem.data.source import BatchReader, TrainingData
-from tandem.data.streamed import StreamedData, stream_batches
+from tandem.data.sources import MappedData, ShardedData, StreamedData, stream_batches
 from tandem.errors import ConfigError
 
 

@@ -14,18 +14,83 @@ from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
+from tandem.data.datasets import TensorImages, TensorRows
 from tandem.data.fetch import Batch, Collate, Fetch, SampleFetcher, whole_fetch
-from tandem.data.resident import picked, resident
 from tandem.data.sampler import BatchKey, TrainBatches
 from tandem.errors import ConfigError
 from tandem.process import close_device_files, end_with_parent
 from tandem.signals import ignore_stop_signals
 from tandem.torch_private import end_loader_processes
+
+# Keep small datasets on the GPU: batches are gathered there, and only indices cross the bus.
+
+MOST_BYTES = 256 * 2**20
+"""Limit per dataset: little for any GPU, and enough for MNIST and CIFAR as stored in their files."""
+# The tensors on the GPU are freed with the dataset.
+_copies: "WeakKeyDictionary[Any, dict[torch.device, Any]]" = WeakKeyDictionary()
+
+
+def resident(dataset: Any, device: torch.device) -> Any:
+    """Return `dataset` with its tensors on `device`, moved once; unchanged on a CPU or if unsuitable.
+
+    Suitable datasets select rows of tensors and compute at most a normalization (TensorDataset, TensorRows,
+    TensorImages without augmentation), up to MOST_BYTES; so is a Subset of one. The batches are the same.
+    """
+    if device.type == "cpu" or not _is_small(dataset):
+        return dataset
+    made = _copies.setdefault(dataset, {})
+    if device not in made:
+        made[device] = _changed(dataset, lambda tensor: tensor.to(device))
+    return made[device]
+
+
+def picked(dataset: Any, indices: Tensor) -> Any:
+    """Return a batch of a dataset that `resident` has moved, for indices [B] on its device."""
+    if isinstance(dataset, TensorDataset):
+        return [tensor.index_select(0, indices) for tensor in dataset.tensors]
+    return dataset.__getitems__(indices)
+
+
+def _is_small(dataset: Any) -> bool:
+    if type(dataset) is Subset:
+        return type(dataset.dataset) is not Subset and _is_small(dataset.dataset)
+    tensors = _tensors_in(dataset)
+    on_the_host = all(tensor.device.type == "cpu" for tensor in tensors)
+    return bool(tensors) and on_the_host and sum(tensor.nbytes for tensor in tensors) <= MOST_BYTES
+
+
+def _tensors_in(dataset: Any) -> tuple[Tensor, ...]:
+    # A subclass may compute something else from its tensors, so isinstance() is too weak here.
+    if type(dataset) is TensorDataset:
+        return dataset.tensors
+    if type(dataset) is TensorRows:
+        return dataset.inputs, dataset.targets
+    if type(dataset) is TensorImages and dataset.augment is None:
+        return dataset.images, dataset.labels
+    return ()
+
+
+def _changed(dataset: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Copy the dataset with changed tensors; a Subset becomes a dataset of only its rows."""
+    if type(dataset) is Subset:
+        rows = torch.as_tensor(dataset.indices)
+        chosen = _changed(dataset.dataset, lambda tensor: tensor.index_select(0, rows))
+        return _changed(chosen, change)
+    made = copy(dataset)
+    if isinstance(made, TensorDataset):
+        made.tensors = tuple(map(change, made.tensors))
+    elif isinstance(made, TensorRows):
+        made.inputs, made.targets = change(made.inputs), change(made.targets)
+    else:
+        made.images, made.labels = change(made.images), change(made.labels)
+    return made
+
 
 MOST_WORKERS = 8
 """Limit of `--workers auto`: each is a process with its own batches in /dev/shm."""

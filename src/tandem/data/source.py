@@ -2,7 +2,7 @@
 
 The position is just the global step. An implementation returns the micro-batches of any range of steps, the
 same for any number of ranks, and adds to a checkpoint only state that the step does not determine. Each kind
-of data has its own file (`mapped.py`, `streamed.py`); `kinds.py` selects one.
+of data has its own file (`sources.py`, `sources.py`); `kinds.py` selects one.
 """
 
 from collections.abc import Callable, Iterator, Mapping

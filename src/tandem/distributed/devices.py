@@ -4,19 +4,67 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from tandem.config.slices import ComputeConfig
-from tandem.distributed.gpu_failures import is_gpu_failure
+from tandem.distributed.peers import is_gpu_failure
 from tandem.distributed.position import Position
 from tandem.errors import ConfigError, GpuLostError
 from tandem.process import control_groups
 
+# Bind a rank to the CPUs close to its GPU: on a NUMA host, memory of other nodes is slower.
+
 log = logging.getLogger("tandem.run")
+
+
+def bind_to_node(devices: Iterable[torch.device], root: Path = Path("/")) -> None:
+    """Let all threads of this process run only on the CPUs of its GPUs' NUMA nodes.
+
+    The CPUs are from the kernel's list (`/sys/bus/pci/devices/ADDRESS/local_cpulist`), limited to those that
+    the process may use now. Without a GPU or a list, a warning says that nothing was done.
+    """
+    before = os.sched_getaffinity(0)
+    nearby = [_cpus_near(device, root) for device in devices if device.type == "cuda"]
+    there = before & set().union(*(cpus for cpus in nearby if cpus is not None))
+    if not nearby or None in nearby or not there:
+        why = (
+            "there is no GPU" if not nearby else "the kernel does not report which CPUs are close to the GPU"
+        )
+        log.warning("--numa-binding node has no effect: %s", why)
+        return
+    os.sched_setaffinity(0, there)
+    # sched_setaffinity() binds a single thread. Later threads inherit that, but torch and CUDA have started
+    # some already.
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(OSError):  # the thread has just ended
+            # A thread that a library has bound to other CPUs keeps them.
+            if os.sched_getaffinity(int(thread)) == before:
+                os.sched_setaffinity(int(thread), there)
+    log.info("bound to %d of %d CPUs, those of the GPU's NUMA node", len(there), len(before))
+
+
+def _cpus_near(device: torch.device, root: Path) -> set[int] | None:
+    found = torch.cuda.get_device_properties(device)
+    try:
+        address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"  # type: ignore[attr-defined]
+        return cpus_of((root / "sys/bus/pci/devices" / address / "local_cpulist").read_text())
+    except (AttributeError, OSError, ValueError):  # this torch, container or machine does not provide it
+        return None
+
+
+def cpus_of(text: str) -> set[int]:
+    """Return the CPUs of a list in the kernel's format, such as `0-3,8`. Raises ValueError."""
+    cpus: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
+
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 NO_KERNEL = re.compile(r"(\S+) does not have a deterministic implementation")

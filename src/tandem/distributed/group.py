@@ -15,11 +15,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tandem.distributed.batchnorm import synchronized
-from tandem.distributed.connecting import announce, limited
-from tandem.distributed.gpu_failures import is_gpu_failure, is_of_cuda
-from tandem.distributed.group_store import check_same_kind, forget_dump_signal, open_store
+from tandem.distributed.group_store import announce, check_same_kind, forget_dump_signal, limited, open_store
+from tandem.distributed.peers import is_gpu_failure, is_of_cuda
 from tandem.distributed.position import Position as Position
 from tandem.errors import ConfigError, GpuLostError, PeerLostError, TandemError, text_of
 from tandem.telemetry.stragglers import Gathering
@@ -73,7 +74,7 @@ class ProcessGroup:
 
         `timeout_seconds` limits every collective, and must allow for compilation in the first step; the
         watchdog detects hangs. Once all ranks have met, `connect_seconds` limits how long they may take to
-        connect (default: the same); then the process ends (see `connecting.py`).
+        connect (default: the same); then the process ends (see `group_store.py`).
         """
         timeout = timedelta(seconds=timeout_seconds)
         connecting: AbstractContextManager[None] = nullcontext()
@@ -329,3 +330,34 @@ def in_one_line(error: BaseException) -> str:
     """Return all of an error's text in one line: NCCL's reason is at the end, after c10d's own text."""
     lines = [line.strip() for line in text_of(error).splitlines() if line.strip()]
     return "; ".join(lines)[:MOST_CHARACTERS] or type(error).__name__
+
+
+# Observe the collectives that user code calls, before they run.
+
+NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+SAME_SHAPES = ("allreduce", "all_reduce", "allgather", "all_gather", "reduce_scatter", "broadcast")
+"""Collectives for which every rank must pass tensors of the same shapes."""
+
+
+class CollectiveObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode that calls `meet(name, shapes)` before each collective; an error from it stops the call.
+
+    `shapes` has the shapes of all its tensors, or is empty for a collective whose shapes may differ between
+    ranks.
+    """
+
+    def __init__(self, meet: Callable[[str, list[list[int]]], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._meet = meet
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        # c10d's operators have names such as allgather_ and _allgather_base_.
+        name = func.name().partition("::")[2].partition(".")[0]
+        # wait_tensor starts nothing: it waits for a collective that has been seen already.
+        if func.namespace in NAMESPACES and not name.startswith("wait"):
+            tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+            alike = any(word in name for word in SAME_SHAPES)
+            self._meet(name.strip("_"), [[*each.shape] for each in tensors] if alike else [])
+        return func(*args, **(kwargs or {}))

@@ -6,10 +6,13 @@ NCCL and one that opens gloo would wait for each other until a time limit ends i
 
 import contextlib
 import logging
+import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -19,13 +22,8 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[a
 from torch.distributed.rendezvous import rendezvous
 
 from tandem.distributed.position import Position
-from tandem.errors import ConfigError, PeerLostError
-from tandem.timeouts import (
-    LEAVE_SECONDS,
-    MEETING_FILE_SECONDS,
-    RENDEZVOUS_POLL_SECONDS,
-    WAITING_WORD_SECONDS,
-)
+from tandem.errors import PEER_LOST, ConfigError, PeerLostError
+from tandem.timeouts import LEAVE_SECONDS, MEETING_FILE_SECONDS, RENDEZVOUS_POLL_SECONDS, WAITING_WORD_SECONDS
 from tandem.torch_private import listening_at, without_prefixes
 
 log = logging.getLogger("tandem")
@@ -217,3 +215,95 @@ def check_same_kind(store: Any, position: Position, kind: str) -> None:
             f"{kinds}, but all ranks need the same kind of device; use --device cpu, or leave out the nodes "
             "without a GPU"
         )
+
+
+# Limit how long ranks may take to connect to each other, and report who is missing.
+#
+# NCCL's first communicator has no time limit. With a network interface that does not reach the others, it
+# waits forever in C code, which no exception can interrupt. Therefore a thread watches it, and ends the
+# process.
+
+COMES = "not begun"
+CONNECTS = "begun, but not done"
+CONNECTED = "done"
+LIBRARIES = {"cuda": "NCCL", "cpu": "gloo"}
+MOST_NAMES = 4
+
+
+@contextmanager
+def limited(store: Any, position: Position, kind: str, seconds: float) -> Iterator[None]:
+    """Limit the time in which this rank connects to the others inside the block.
+
+    After `seconds`, log one line that says who is missing, and end the process with 200.
+    """
+    over = threading.Event()
+
+    def end() -> None:
+        if not over.wait(seconds):
+            log.error("%s", timeout_message(position, kind, seconds, states(position)))
+            # An exception would end only this thread, and the main thread may be blocked in C.
+            os._exit(PEER_LOST)
+
+    store.set(_key(position.rank), CONNECTS)
+    threading.Thread(target=end, name="tandem-connecting", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+    # This is not in `finally`, because a rank that failed has not connected.
+    store.set(_key(position.rank), CONNECTED)
+
+
+def announce(store: Any, position: Position) -> None:
+    """Store this rank's name and that it has not started to connect; called before the ranks meet."""
+    store.set(f"connecting/name/{position.rank}", _name(position))
+    store.set(_key(position.rank), COMES)
+
+
+def states(position: Position) -> list[tuple[str, str]]:
+    """Return (name, state) of all other ranks; empty if the store does not answer.
+
+    It uses a new connection, because the blocked thread may hold the rank's own.
+    """
+    others = [rank for rank in range(position.world_size) if rank != position.rank]
+    try:
+        # Any rank but 0 connects as a client; rank 0 may host the store in this process.
+        store = open_store(replace(position, rank=position.rank or 1), timedelta(seconds=LEAVE_SECONDS))
+        keys = [key for rank in others for key in (f"connecting/name/{rank}", _key(rank))]
+        found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+    # The store may be gone with rank 0. The message helps without the names, too.
+    except (RuntimeError, OSError, ValueError):
+        return []
+    words = [word.decode() for word in found]
+    return list(zip(words[::2], words[1::2], strict=True))
+
+
+def timeout_message(position: Position, kind: str, seconds: float, others: list[tuple[str, str]]) -> str:
+    """Return the message: who waits, for whom, and where to look."""
+    library = LIBRARIES[kind]
+    variable = f"{library.upper()}_SOCKET_IFNAME"
+    interface = os.environ.get(variable)
+    message = f"{library} has not connected the {position.world_size} ranks within {seconds:g} s"
+    here = f"{_name(position)} waits"
+    # Ranks that have not begun come first, because the others may be waiting for them.
+    for state in (COMES, CONNECTS):
+        names = [name for name, each in others if each == state]
+        if names:
+            more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+            here += f"; {state}: {', '.join(names[:MOST_NAMES])}{more}"
+    if any(state == COMES for _, state in others):
+        remedy = "see the log of that rank, or raise --master-timeout"
+    else:
+        is_set = f"is {interface}" if interface else "is not set"
+        remedy = f"{variable} {is_set}; set it to the network interface that reaches the other nodes"
+        if kind == "cuda":
+            remedy += "; set NCCL_DEBUG=INFO to see what NCCL tries"
+    return f"{message}: {here}; {remedy}"
+
+
+def _name(position: Position) -> str:
+    return f"rank {position.rank} on node {position.node_rank} ({position.node_name})"
+
+
+def _key(rank: int) -> str:
+    return f"connecting/{rank}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.checkpoint.node_memory import NodeMemory
-from tandem.run.owner import Token
+from tandem.run.lease import Token
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tandem.checkpoint.flatten import flatten, homes_by_index, unflatten
 from tandem.checkpoint.plain import restored
 from tandem.checkpoint.snapshot import Layout, form_of, typed
-from tandem.checkpoint.state import deserialize, home_or_memory, serialize
+from tandem.checkpoint.state import deserialize, flatten, home_or_memory, homes_by_index, serialize, unflatten
 from tandem.distributed.group import BROADCAST_CHUNK_BYTES, ProcessGroup
 from tandem.torch_private import copy_all
 

@@ -5,9 +5,8 @@ import sys
 from collections.abc import Sequence
 
 from tandem.kubernetes import commands
-from tandem.kubernetes.parameters import JOB
+from tandem.kubernetes.parameters import JOB, use_make_wording
 from tandem.kubernetes.render import KIND, UsageError
-from tandem.kubernetes.wording import use_make_wording
 
 
 def main(words: Sequence[str]) -> int:

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.kubernetes import job_state
-from tandem.kubernetes.parameters import JOB
+from tandem.kubernetes.parameters import JOB, option, typed
 from tandem.kubernetes.render import GET_KUBECTL, KIND, UsageError, kinds
-from tandem.kubernetes.wording import option, typed
 
 QUICK_SECONDS = 20
 DELETE_SECONDS = 240  # longer than the pods' grace period

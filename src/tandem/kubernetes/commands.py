@@ -4,10 +4,9 @@ import re
 import sys
 from dataclasses import dataclass
 
-from tandem.kubernetes import cluster, following, forwarding
-from tandem.kubernetes.parameters import JOB
+from tandem.kubernetes import cluster, following
+from tandem.kubernetes.parameters import JOB, option
 from tandem.kubernetes.render import ALIASES, FOLDERS, UsageError, parts_of, render, selection_of
-from tandem.kubernetes.wording import option
 
 KINDS = (*FOLDERS, *ALIASES)
 VERBS = ("render", "apply", "logs", "status", "forward", "delete")
@@ -41,7 +40,7 @@ class Asked:
     name: str = JOB
     nodes: int | None = None
     purge: bool = False
-    port: int = forwarding.PORT
+    port: int = following.PORT
 
 
 def _check(asked: Asked) -> None:
@@ -108,5 +107,5 @@ def run(asked: Asked) -> int:
     if asked.verb == "delete":
         return cluster.delete(target, asked.purge)
     if asked.verb == "forward":
-        return forwarding.forward(target, asked.port)
+        return following.forward(target, asked.port)
     return {"apply": cluster.apply, "logs": following.logs, "status": cluster.status}[asked.verb](target)

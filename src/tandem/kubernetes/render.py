@@ -10,8 +10,7 @@ from pathlib import Path
 
 from tandem import shipped
 from tandem.errors import ConfigError
-from tandem.kubernetes.parameters import JOB, substituted
-from tandem.kubernetes.wording import mistake, typed
+from tandem.kubernetes.parameters import JOB, mistake, substituted, typed
 from tandem.text import did_you_mean, nearest
 
 FOLDERS = {

@@ -23,8 +23,7 @@ from tandem.launch.rendezvous import (
 )
 from tandem.launch.rendezvous_state import paces
 from tandem.launch.secret import SECRET
-from tandem.launch.slow_ranks import SlowRanks
-from tandem.launch.watchdog import Watchdog
+from tandem.launch.watchdog import SlowRanks, Watchdog
 from tandem.timeouts import LEAVE_SECONDS
 from tandem.torch_private import hasten_rendezvous
 

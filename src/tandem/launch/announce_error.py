@@ -4,7 +4,10 @@ The position is read from the settings in `PLACE` alone, whatever else is invali
 nothing is announced, and the other nodes report which node is missing.
 """
 
+import contextlib
+import os
 import socket
+import stat
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -73,3 +76,20 @@ def _flags(words: Sequence[str]) -> dict[str, Given]:
         if flag in named:
             given[named[flag]] = Given(text if is_joined else following, f"flag {flag}", flag)
     return given
+
+
+# Write a container's termination message, which `kubectl describe pod` and the job's events show.
+
+TERMINATION_LOG = Path("/dev/termination-log")
+LARGEST_BYTES = 4096  # Kubernetes reads no more
+
+
+def write_termination_message(reason: str) -> None:
+    """Write the reason to the file, if the kubelet has mounted it."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(TERMINATION_LOG, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                os.write(descriptor, reason.encode(errors="replace")[:LARGEST_BYTES])
+        finally:
+            os.close(descriptor)

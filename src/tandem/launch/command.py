@@ -12,23 +12,22 @@ from tandem.config import Given, Settings, as_flags, resolve
 from tandem.config.task_names import parsed, untyped_task_note
 from tandem.errors import ConfigError, TandemError
 from tandem.json_output import wrap_stderr
+from tandem.launch.announce_error import write_termination_message
 from tandem.launch.gpus import gpus_of, share_of_replica
 from tandem.launch.misplaced_flags import hint
 from tandem.launch.node import run_this_node, with_port
 from tandem.launch.program_arguments import check
 from tandem.launch.run_dir import adjust_for_job
 from tandem.launch.simulated import simulate
-from tandem.launch.termination import write_termination_message
 from tandem.launch.torch_variables import wait_passively
 from tandem.launch.workers import resolve as import_rank_function
-from tandem.log import is_quiet, outlive_the_terminal, setup, writes_to_file
+from tandem.log import is_quiet, log_if_slow, outlive_the_terminal, setup, writes_to_file
 from tandem.platforms.placement import Placement, detect, of_this_process
 from tandem.platforms.replica import note_code, note_end, note_start, stay_down_code
 from tandem.run.directory import RunDir
 from tandem.run.lease import refuse_if_owned
 from tandem.script.job import Program
 from tandem.signals import StopFlag
-from tandem.slow_start import log_if_slow
 from tandem.text import shown
 from tandem.work.base import Workload
 

@@ -12,8 +12,7 @@ from pathlib import PurePath
 from typing import Any
 
 from tandem import layout
-from tandem.checkpoint.decision import warn_damaged
-from tandem.checkpoint.locate import locate
+from tandem.checkpoint.decision import locate, warn_damaged
 from tandem.checkpoint.manifest import check_fits
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import SETTINGS, Given, Settings, as_flags, resolve
@@ -23,7 +22,7 @@ from tandem.data.datasets import one_line
 from tandem.distributed.position import Position
 from tandem.errors import FAILED, FINISHED, ConfigError, PeerLostError, TandemError, job_code, shell_code
 from tandem.launch.lone_rank import position_of
-from tandem.launch.scratch import scratch
+from tandem.launch.run_dir import scratch
 from tandem.launch.simulated import stop_with_parent
 from tandem.launch.torch_variables import use_loopback
 from tandem.log import printable, setup
@@ -71,7 +70,7 @@ def evaluate(source: str, given: Mapping[str, Given], environ: Mapping[str, str]
 
 def _as_rank(settings: Settings, position: Position, store: CheckpointStore, step: int, as_json: bool) -> int:
     from tandem.distributed.peers import is_peer_loss
-    from tandem.rank.evaluate import score
+    from tandem.rank.task import score
 
     try:
         scores = score(settings, position, f"{store.directory}@{step}")

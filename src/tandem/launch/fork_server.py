@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from tandem.errors import PeerLostError
+from tandem.log import log_if_slow
 from tandem.process import SAFE_PATH, end_with_parent, name_process, safe_path, stat_of
 from tandem.signals import deferred_signals
-from tandem.slow_start import log_if_slow
 
 NAME = "tandem-forks"
 UNKNOWN = 255

@@ -24,14 +24,14 @@ from tandem.config.removed import instead_of
 from tandem.config.settings import unknown
 from tandem.config.sources import FIELDS
 from tandem.errors import FINISHED, ConfigError
-from tandem.launch.scratch import scratch
+from tandem.launch.run_dir import scratch
 from tandem.platforms.placement import detect, on_this_host
 from tandem.process import safe_path
 from tandem.run.directory import RunDir
 from tandem.script.function import RESULT, write
 from tandem.script.job import FUNCTION
+from tandem.work.base import run_failed
 from tandem.work.program import text_of_setting
-from tandem.work.root_cause import run_failed
 
 NOT_HERE = ("task", "node_rank", "master")
 """Settings that `tandem.launch` does not take: it starts all nodes, on this machine."""

@@ -37,12 +37,10 @@ from tandem.errors import (
     is_own,
     was_killed,
 )
-from tandem.launch.completion import await_other_nodes, cause_in, leave_cause
-from tandem.launch.elastic import Departures
 from tandem.launch.generation_sync import GenerationStore, agree_on_generation, agreed, check_all_are_in
-from tandem.launch.membership import Membership
+from tandem.launch.membership import Departures, Membership
 from tandem.launch.node_context import NodeContext, RestartBudget
-from tandem.launch.recovery import Recovery
+from tandem.launch.recovery import Recovery, Repeats
 from tandem.launch.rendezvous import (
     LEFT_KEY,
     JobEndedError,
@@ -55,10 +53,8 @@ from tandem.launch.rendezvous import (
     stay_until_all_left,
 )
 from tandem.launch.rendezvous_state import check_all_stay, handler_of, others_live, paces, who_is_here
-from tandem.launch.repeats import Repeats
-from tandem.launch.shutdown import Stopping, is_time_to_save
-from tandem.launch.stacks import gather_stacks
-from tandem.launch.watchdog import Watchdog
+from tandem.launch.shutdown import Stopping, await_other_nodes, cause_in, is_time_to_save, leave_cause
+from tandem.launch.watchdog import Watchdog, gather_stacks
 from tandem.signals import forwarded_as
 from tandem.telemetry.hangs import Alarm
 from tandem.timeouts import (
@@ -71,8 +67,7 @@ from tandem.timeouts import (
     WAITING_WORD_SECONDS,
 )
 from tandem.torch_private import stop_keep_alive
-from tandem.work.base import GenerationEnd
-from tandem.work.root_cause import Cause, failures
+from tandem.work.base import Cause, GenerationEnd, failures
 
 log = logging.getLogger("tandem.agent")
 

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterator
 
 from tandem.config.arguments import FLAGS
-from tandem.config.foreign_flags import TORCHRUN
+from tandem.config.removed import TORCHRUN
 from tandem.launch.program_arguments import takes_next
 from tandem.launch.torchrun_flags import SWITCHES
 from tandem.script.job import Program

@@ -15,15 +15,14 @@ from tandem.checkpoint.node_memory import NodeMemory
 from tandem.config import Settings
 from tandem.config.slices import ONE_PROCESS
 from tandem.errors import FINISHED, STOPPED, CrashLoopError, TandemError
+from tandem.launch.announce_error import write_termination_message
 from tandem.launch.fork_server import start_fork_server
-from tandem.launch.run_dir import prepare_run_dir
-from tandem.launch.scratch import scratch
+from tandem.launch.run_dir import prepare_run_dir, scratch
 from tandem.launch.secret import take_key
-from tandem.launch.termination import write_termination_message
 from tandem.launch.torch_variables import set_for_ranks
 from tandem.launch.tracker import TrackerProcess
 from tandem.launch.workers import Workers
-from tandem.log import is_quiet, reporting, setup
+from tandem.log import is_quiet, log_if_slow, reporting, setup
 from tandem.platforms.placement import Placement
 from tandem.process import name_process
 from tandem.report.access import Access, load_access
@@ -31,7 +30,6 @@ from tandem.run.crash_loop import CrashLoop
 from tandem.run.directory import RunDir
 from tandem.run.lease import Lease
 from tandem.signals import StopFlag, stop_together
-from tandem.slow_start import log_if_slow
 from tandem.telemetry.health import HealthLimits, Starting
 from tandem.work.base import Workload
 

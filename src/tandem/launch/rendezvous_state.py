@@ -19,8 +19,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from tandem.config.slices import LaunchConfig
-from tandem.launch.elastic import LastCall
-from tandem.launch.liveness import OwnClock
+from tandem.launch.membership import LastCall, OwnClock
 from tandem.launch.rendezvous import RUN_ID, StoreLostError, one_line
 from tandem.platforms.placement import Placement
 from tandem.timeouts import (
@@ -49,7 +48,7 @@ class WatchfulBackend(RendezvousBackend):
     """The state of the rendezvous in the agents' store.
 
     Each poll of a waiting node also checks signals and the job result. Which nodes are alive is judged by
-    this node's own clock (`liveness.py`). An invalid or missing state is replaced by the last valid one.
+    this node's own clock (`membership.py`). An invalid or missing state is replaced by the last valid one.
     """
 
     def __init__(self, store: TCPStore, last_call: LastCall, before_poll: Callable[[], None]) -> None:

@@ -1,7 +1,12 @@
 """Prepare the run directory: the job that it belongs to, and config.json."""
 
 import logging
+import os
+import shutil
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tandem import layout
@@ -10,7 +15,7 @@ from tandem.checkpoint.listing import is_finished
 from tandem.config import Settings
 from tandem.errors import ConfigError
 from tandem.platforms.placement import Placement
-from tandem.report.trackers import check
+from tandem.report.tracking import check_tracker
 from tandem.run.directory import RunDir, unwritable
 from tandem.run.lease import Lease
 from tandem.telemetry.health import HealthLimits, record, write_run_health
@@ -78,7 +83,7 @@ def prepare_run_dir(run: RunDir, settings: Settings, lease: Lease, decision: Res
     """
     is_new = settings.checkpoint.resume == "never" or (decision is not None and decision.moved_to is not None)
     over = decision.kind == "complete" if decision is not None else is_finished(run.checkpoints)
-    check(settings.telemetry.remote_tracker)
+    check_tracker(settings.telemetry.remote_tracker)
     try:
         if lease.problem is not None:
             raise lease.problem
@@ -95,3 +100,63 @@ def prepare_run_dir(run: RunDir, settings: Settings, lease: Lease, decision: Res
         raise unwritable(run.where, error) from error
     if not run.is_here:
         log.info("logs and other local files are in %s", run.folder)
+
+
+# Per-agent temp directory for sockets; removed on exit, stale ones cleaned up by later agents.
+
+SOCKET_BYTES = 107  # unix(7): 108 with the terminating zero
+LONGEST_NAME = len("/listener-12345678")  # the name that multiprocessing gives its socket
+ELSEWHERE = ("/tmp", "/dev/shm")
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """Create a temporary directory of this process, and remove it at the end.
+
+    Its path is short enough for the name of a socket in it. Its name has the process ID and the PID namespace
+    in which the ID counts, because containers may share a temporary directory. Directories of processes that
+    are gone are removed before and after, because a launch may have killed a simulated node. Raises
+    ConfigError if no directory can be created.
+    """
+    prefix = f"tandem-{os.stat('/proc/self/ns/pid').st_ino}-"
+    parents = _parents(f"{prefix}{os.getpid()}-12345678")
+    for parent in parents:
+        _sweep(parent, prefix)
+    folder = _make(parents, f"{prefix}{os.getpid()}-")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        for parent in parents:
+            _sweep(parent, prefix)
+
+
+def _parents(name: str) -> list[Path]:
+    """Return where such a directory may be: the temporary directory, or others if its path is too long."""
+    try:
+        wanted = [tempfile.gettempdir(), *ELSEWHERE]
+    except OSError:  # no candidate is writable
+        wanted = [*ELSEWHERE]
+    return [
+        Path(each) for each in wanted if len(os.fsencode(f"{each}/{name}")) + LONGEST_NAME <= SOCKET_BYTES
+    ]
+
+
+def _sweep(parent: Path, prefix: str) -> None:
+    for old in parent.glob(f"{prefix}*"):
+        owner = old.name.removeprefix(prefix).partition("-")[0]
+        if not Path("/proc", owner).exists():
+            shutil.rmtree(old, ignore_errors=True)  # another user's cannot be removed
+
+
+def _make(parents: list[Path], prefix: str) -> Path:
+    problem: OSError | None = None
+    for parent in parents:
+        try:
+            return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        except OSError as error:
+            problem = problem or error
+    raise ConfigError(
+        f"cannot create a temporary directory in {' or '.join(map(str, parents))}: "
+        f"{problem.strerror if problem else 'no such directory'}; set TMPDIR to a writable directory"
+    )

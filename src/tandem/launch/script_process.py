@@ -23,9 +23,8 @@ from tandem.config import Parser, resolve
 from tandem.data.loader import end_loaders
 from tandem.distributed import position as positions
 from tandem.distributed.child_processes import killed_child
-from tandem.distributed.gpu_failures import is_gpu_failure
 from tandem.distributed.group import first_line
-from tandem.distributed.peers import is_peer_loss
+from tandem.distributed.peers import is_gpu_failure, is_peer_loss
 from tandem.errors import FAILED, FINISHED, GPU_FAILED, PEER_LOST, ConfigError, TandemError
 from tandem.json_output import drain, wrap_stderr
 from tandem.launch.lone_rank import LoneRank

@@ -3,14 +3,33 @@
 See docs/architecture.md#a-sigterm.
 """
 
+import contextlib
 import logging
+import time
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from tandem import running_clock
-from tandem.errors import KILLED, STOPPED
+from tandem.distributed.position import Position
+from tandem.errors import FINISHED, KILLED, PEER_LOST, STOPPED
 from tandem.launch.node_context import NodeContext
-from tandem.launch.rendezvous import StopRequestedError
-from tandem.timeouts import MEET_TO_SAVE_SECONDS, START_STOP_SECONDS
-from tandem.work.base import NOTHING, TRAINED
+from tandem.launch.rendezvous import (
+    JOB_RESULT_KEY,
+    JobEndedError,
+    StopRequestedError,
+    job_end_in,
+    publish_job_result,
+)
+from tandem.launch.rendezvous_state import others_live
+from tandem.timeouts import (
+    LEAVE_SECONDS,
+    MEET_TO_SAVE_SECONDS,
+    MONITOR_SECONDS,
+    START_STOP_SECONDS,
+    WAITING_WORD_SECONDS,
+)
+from tandem.work.base import NOTHING, TRAINED, Cause
 
 log = logging.getLogger("tandem.agent")
 
@@ -68,3 +87,76 @@ class Stopping:
             log.warning("ranks did not stop within %.0f s: killing them", limit)
             return KILLED
         return None
+
+
+# Agree among the nodes how the job of a program ended: each node sees only its own ranks.
+#
+# For a task, the checkpoints show whether the job is done, and each rank reports why it failed.
+
+CAUSE_KEY = "tandem/cause"
+
+
+def await_other_nodes(
+    node: NodeContext, store: TCPStore, handler: DynamicRendezvousHandler, position: Position
+) -> None:
+    """Wait on node 0 until the ranks of all nodes have succeeded; the ranks here have.
+
+    Other nodes return at once. The wait lasts up to --master-timeout. Raises JobEndedError if other nodes end
+    in another way.
+    """
+    config = node.config
+    heard = running_clock.now()
+    key = f"{position.store[2] if position.store else ''}/well"
+    with contextlib.suppress(RuntimeError):
+        store.add(key, 1)
+    if node.placement.node_rank != 0:
+        return
+    # A node that is restarted meanwhile reads it and exits with 0. See
+    # docs/architecture.md#user-scripts.
+    publish_job_result(store, FINISHED, "")
+    deadline = heard + config.master_timeout
+    next_word = heard + WAITING_WORD_SECONDS
+    is_stopped = False
+    while (well := store.add(key, 0)) < position.nodes:
+        # A failure replaces the success in the store, whichever node was first.
+        if (result := job_end_in(store)) is not None and result.code != FINISHED:
+            raise result
+        now = running_clock.now()
+        if others_live(handler, node.placement):
+            heard = now
+            node.view.last_progress = time.time()
+        # A stop during this wait must not outlast the time that ranks have to stop.
+        if node.stop and not is_stopped:
+            is_stopped = True
+            deadline = min(deadline, now + config.shutdown_timeout)
+        if now > min(deadline, heard + LEAVE_SECONDS) or node.stop.interrupts > 1:
+            # No node may read a success any more.
+            store.delete_key(JOB_RESULT_KEY)
+            what = f"the ranks on {well} of {position.nodes} nodes finished, the others did not"
+            why = "they may be lost, or need a longer --master-timeout"
+            raise JobEndedError(STOPPED if node.stop else PEER_LOST, f"{what}; {why}")
+        if now > next_word:
+            next_word = deadline
+            log.info("the ranks on this node finished; waiting for the other nodes")
+        time.sleep(MONITOR_SECONDS)
+
+
+def leave_cause(store: TCPStore, cause: Cause) -> str:
+    """Tell the other nodes why the ranks here failed, and return it for this node."""
+    with contextlib.suppress(RuntimeError):
+        store.set(CAUSE_KEY, cause.to_json())
+    return _described(cause)
+
+
+def cause_in(store: TCPStore, node_rank: int) -> str:
+    """Return why ranks of another node failed, in full on node 0; empty if no node has told."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        if store.check([CAUSE_KEY]):
+            cause = Cause.from_json(store.get(CAUSE_KEY))
+            return _described(cause) if node_rank == 0 else str(cause)
+    return ""
+
+
+def _described(cause: Cause) -> str:
+    """Return the cause with its traceback, unless rank 0 has shown that on node 0's terminal already."""
+    return cause.in_one_line() if cause.rank == 0 else cause.with_traceback()

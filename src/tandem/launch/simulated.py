@@ -37,19 +37,17 @@ from tandem.launch.fork_server import (
     start_fork_server,
 )
 from tandem.launch.gpus import gpus_of, gpus_per_node
-from tandem.launch.scratch import scratch
+from tandem.launch.run_dir import scratch
 from tandem.launch.torch_variables import set_for_ranks
 from tandem.launch.workers import resolve
-from tandem.log import redirect_output
+from tandem.log import log_if_slow, redirect_output
 from tandem.platforms.by_hand import unplaced
 from tandem.platforms.placement import Placement
 from tandem.process import Process, below, end_with_parent, stat_of
 from tandem.run.directory import RunDir
 from tandem.signals import StopFlag, default_handlers, forwarded_as
-from tandem.slow_start import log_if_slow
 from tandem.timeouts import DEAF_NODE_SECONDS, LEAVE_SECONDS, SUPERVISE_SECONDS, TRACKER_END_SECONDS
-from tandem.work.base import Workload
-from tandem.work.root_cause import signal_name
+from tandem.work.base import Workload, signal_name
 
 log = logging.getLogger("tandem.launch")
 

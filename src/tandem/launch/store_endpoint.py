@@ -27,10 +27,10 @@ from tandem.launch.rendezvous import (
 from tandem.launch.rendezvous_state import STATE_KEY, is_complete
 from tandem.launch.secret import SECRET
 from tandem.launch.tls_proxy import ProxyClient, ProxyRefusedError, ProxyServer, is_proxy
+from tandem.log import log_if_slow
 from tandem.platforms.environment import LOOPBACK
 from tandem.platforms.placement import Placement
 from tandem.signals import StopFlag
-from tandem.slow_start import log_if_slow
 from tandem.timeouts import (
     ANNOUNCE_SECONDS,
     MASTER_RETRY_SECONDS,

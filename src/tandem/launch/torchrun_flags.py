@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from tandem.config.foreign_flags import TORCHRUN
+from tandem.config.removed import TORCHRUN
 from tandem.errors import ConfigError
 from tandem.launch.addresses import addresses_of, is_local
 from tandem.launch.program_arguments import SEE, takes_next

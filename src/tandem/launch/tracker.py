@@ -20,7 +20,7 @@ from tandem.process import safe_path
 from tandem.signals import ignore_stop_signals
 from tandem.timeouts import SUPERVISE_SECONDS, TRACKER_END_SECONDS, TRACKER_REQUEST_SECONDS
 
-log = logging.getLogger("tandem.launch")
+log = logging.getLogger("tandem.node")
 
 PATIENCE = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": str(TRACKER_REQUEST_SECONDS),

@@ -11,11 +11,11 @@ from pathlib import Path
 from tandem import layout, running_clock
 from tandem.checkpoint.listing import newest_step
 from tandem.config import Settings
-from tandem.config.secrets import secrets_in
+from tandem.config.address import secrets_in
 from tandem.distributed.group import Position
 from tandem.errors import FINISHED, INTERRUPTED_TWICE, KILLED, MISCONFIGURED, STOPPED
 from tandem.launch.gpus import chosen_gpus
-from tandem.log import renew_outputs, reporting
+from tandem.log import log_if_slow, renew_outputs, reporting
 from tandem.platforms.placement import Placement
 from tandem.report.about import About
 from tandem.report.access import Access
@@ -23,17 +23,14 @@ from tandem.report.history import History
 from tandem.report.server import MetricsServer
 from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
-from tandem.slow_start import log_if_slow
-from tandem.telemetry import agent_state, health, metrics, restarts
+from tandem.telemetry import agent_state, health, journal, metrics
 from tandem.telemetry.channel import Receiver
-from tandem.telemetry.families import Sample
 from tandem.telemetry.gpu import Gpus
 from tandem.telemetry.hangs import Alarm
-from tandem.telemetry.journal import Journal
+from tandem.telemetry.journal import Journal, Restarts
 from tandem.telemetry.messages import Event, Heartbeat, Message, RunStarted, Samples, StepsDone
-from tandem.telemetry.metrics import FINAL_STATES
+from tandem.telemetry.metrics import FINAL_STATES, Sample
 from tandem.telemetry.registry import Registry
-from tandem.telemetry.restarts import Restarts
 from tandem.timeouts import GPU_SECONDS, NODE_TICK_SECONDS, RUN_HEALTH_SECONDS, VOLUME_SECONDS
 
 log = logging.getLogger("tandem.node")
@@ -154,7 +151,7 @@ class NodeView:
         self._history.take(Event(kind, time.time(), fields))
         reason = self._restarts.take(kind, fields)
         if reason is not None:
-            self.metrics.apply([restarts.sample(reason)])
+            self.metrics.apply([journal.restarts_sample(reason)])
 
     def _enter(self, state: str) -> None:
         """Enter a state of the run; time is charged to it from now on."""

@@ -23,26 +23,134 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem import running_clock
 from tandem.launch.rendezvous import read_all
-from tandem.process import stat_of
+from tandem.launch.workers import Workers, has_handler
+from tandem.process import send, stat_of
+from tandem.telemetry import metrics
 from tandem.telemetry.hangs import NOTHING_BEFORE, Alarm, Beat, judge
-from tandem.telemetry.messages import Heartbeat, checked, pack_samples, unpack_samples
+from tandem.telemetry.messages import (
+    Heartbeat,
+    Message,
+    Ranks,
+    Samples,
+    checked,
+    pack_samples,
+    unpack_samples,
+)
+from tandem.telemetry.meter import PHASES
 from tandem.telemetry.registry import Registry
+from tandem.telemetry.stacks import LAST_RESORT, stacks_file
+from tandem.telemetry.stragglers import RankTimes, StragglerWatch
 from tandem.timeouts import (
     CLOCK_SKEW_SECONDS,
+    MONITOR_SECONDS,
+    NO_ANSWER_SECONDS,
     NODE_TICK_SECONDS,
     SHORTEST_HANG_SECONDS,
+    SLOW_RANKS_SECONDS,
+    STACKS_SECONDS,
     STALE_SECONDS,
     STORE_RETRY_SECONDS,
     WATCHDOG_TICK_SECONDS,
 )
 
+# Request stacks from the ranks of a node that hangs, and report which ranks have written them.
+
+
+def gather_stacks(workers: Workers, ranks: Mapping[int, int], log_folder: Path) -> str:
+    """Have the ranks {local rank: rank} write their stacks; return a sentence about the files."""
+    pids = workers.pids()
+    began = time.monotonic()
+    asks_again = True
+    files = {each: stacks_file(log_folder, ranks[each]) for each in pids}
+    sizes = {each: _bytes(path) for each, path in files.items()}
+    workers.ask_for_stacks()
+    silent = sorted(pids)
+    while (waited := time.monotonic() - began) < STACKS_SECONDS:
+        silent = [each for each in silent if _bytes(files[each]) <= sizes[each]]
+        if waited > NO_ANSWER_SECONDS and all(_is_stopped(pids[each]) for each in silent):
+            break  # not earlier: ranks write torch's flight recorder on their own
+        # Python's handler does not run while the main thread is blocked in C; the handler in C does.
+        if waited > NO_ANSWER_SECONDS and asks_again:
+            asks_again = False
+            send(LAST_RESORT, [pids[each] for each in silent if has_handler(pids[each], LAST_RESORT)])
+        time.sleep(MONITOR_SECONDS)
+    written = [str(files[each]) for each in pids if each not in silent]
+    without = [f"rank {ranks[each]}{' (stopped)' if _is_stopped(pids[each]) else ''}" for each in silent]
+    words = [f"stacks are in {', '.join(written)}"] if written else []
+    return "; ".join([*words, f"no stacks from {', '.join(without)}"] if without else words)
+
+
+def _bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
+
+
+def _is_stopped(pid: int) -> bool:
+    return stat_of(pid)[:1] in (["T"], ["t"])
+
+
+# Find the rank that slows down a script, on node 0, from the ranks' heartbeats.
+#
+# A task's ranks exchange their times in a collective (`telemetry/stragglers.py`); a script's collectives are
+# its own. See docs/architecture.md#measuring-a-ranks-own-time.
+
 log = logging.getLogger("tandem.watchdog")
+
+
+class SlowRanks:
+    """Report the times of all ranks to `tell`, and a straggler to the log and to `event`.
+
+    The ranks are compared every `pause` seconds.
+    """
+
+    def __init__(
+        self,
+        tell: Callable[[Message], object],
+        event: Callable[..., object],
+        pause: float = SLOW_RANKS_SECONDS,
+    ) -> None:
+        self._pause = pause
+        self._tell = tell
+        self._event = event
+        self._watch = StragglerWatch()
+        self._looked_at = 0.0
+
+    def look(self, beats: Sequence[Beat]) -> None:
+        """Compare the ranks if it is time to; do nothing if they train a task."""
+        if time.monotonic() - self._looked_at < self._pause:
+            return
+        known = {beat.rank: beat for beat in beats if beat.own is not None and beat.quick is not None}
+        if len(known) < 2 or len(known) < len(beats):
+            return
+        now = time.monotonic()
+        seconds = now - self._looked_at
+        self._looked_at = now
+        report = self._watch.report([_times(beat, seconds) for _, beat in sorted(known.items())])
+        unknown = metrics.RANK_DATA_SECONDS.name
+        self._tell(Samples([each for each in report.samples if each.name != unknown]))
+        rows = [{**row, "phases_ms": {"other": row["own_ms"]}} for row in report.page.rows]
+        self._tell(Ranks(rows, report.page.says))
+        if report.news is not None:
+            log.warning("%s", report.news)
+            self._event("straggler", **report.news.facts())
+
+
+def _times(beat: Beat, seconds: float) -> RankTimes:
+    own = beat.own or 0.0
+    quick = beat.quick or 0.0
+    phases = tuple(own if name == "other" else 0.0 for name in PHASES)
+    # A script's rank does not report how long a whole step takes. It is at least its own time.
+    return RankTimes(beat.rank, beat.node, own, quick, own, seconds, phases, beat.doing or "")
+
 
 NODES_AT_ONCE = 16
 """How many nodes' metrics node 0 reads at once: all of 1,024 nodes within 13 s, before any is stale."""

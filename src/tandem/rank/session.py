@@ -14,14 +14,18 @@ from tandem import __version__
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.config import Settings
 from tandem.data.sampler import GlobalOrder
-from tandem.distributed.devices import allow_tf32, choose_devices, compute_deterministically, set_threads
+from tandem.distributed.devices import (
+    allow_tf32,
+    bind_to_node,
+    choose_devices,
+    compute_deterministically,
+    set_threads,
+)
 from tandem.distributed.group import Position, ProcessGroup
-from tandem.distributed.numa import bind_to_node
 from tandem.distributed.strategy import Strategy
 from tandem.errors import FINISHED
-from tandem.log import log_warnings, redirect_output, setup
+from tandem.log import log_if_slow, log_warnings, redirect_output, setup
 from tandem.run.directory import RunDir
-from tandem.slow_start import log_if_slow
 from tandem.telemetry.agent_state import count_log_messages
 from tandem.telemetry.channel import sender
 from tandem.telemetry.clock import Clock

@@ -9,39 +9,82 @@ from functools import partial
 from typing import Any, cast
 
 from tandem import layout
+from tandem.checkpoint.state import deserialize
 from tandem.config import Settings, TaskJob
-from tandem.data.loader import end_loaders
+from tandem.data.loader import end_loaders, loader_processes
+from tandem.data.seeds import seed_model
 from tandem.distributed import strategy as strategies
 from tandem.distributed.child_processes import killed_child
-from tandem.distributed.devices import not_deterministic, open_gpus
-from tandem.distributed.gpu_failures import is_gpu_failure
+from tandem.distributed.devices import cores_of, not_deterministic, open_gpus
 from tandem.distributed.group import Position, in_one_line
-from tandem.distributed.peers import is_peer_loss
+from tandem.distributed.peers import is_gpu_failure, is_peer_loss
 from tandem.errors import (
     FAILED,
     FINISHED,
     GPU_FAILED,
     PEER_LOST,
     STOPPED,
+    ConfigError,
     PeerLostError,
     SmallerBatchError,
     TandemError,
 )
+from tandem.log import log_if_slow
 from tandem.rank.session import RankSession
 from tandem.rank.smaller_batches import Retreat
 from tandem.signals import StopFlag
-from tandem.slow_start import log_if_slow
-from tandem.tasks.base import task_class
+from tandem.tasks.base import WholeTask, load_task, task_class
+from tandem.tasks.build import datasets_of, model_of
 from tandem.tasks.traces import full_trace, short_trace, what_and_where
 from tandem.telemetry.messages import Event
 from tandem.telemetry.recorder import Recorder
 from tandem.training.evaluate import Evaluation, evaluation_batch_size
+from tandem.training.flops import profiled
 from tandem.training.loop import TaskLoopState, repeat_evaluation, train
-from tandem.training.profiling import profiled
+from tandem.training.precision import precision_of
 from tandem.training.replicas import check_replicas
-from tandem.training.resume import COMPLETE
+from tandem.training.resume import COMPLETE, check_model
 from tandem.training.saving import warn_of_unsaved_scores
-from tandem.training.train_state import TrainState
+from tandem.training.train_state import TrainState, recall
+from tandem.training.weights import saved_at, tensors_in
+
+# Implement `tandem eval`: score a checkpoint as a run with any number of ranks would have done.
+
+
+def score(settings: Settings, position: Position, source: str) -> dict[str, float]:
+    """Return the scores of the weights at `source` over the task's evaluation set; all ranks call this.
+
+    Rank 0 reads the checkpoint. Raises ConfigError for weights of another model, and for a task without an
+    evaluation set.
+    """
+    data = settings.data
+    session = RankSession(settings, position)
+    session.open_group()
+    world = session.world
+    task = WholeTask(load_task(settings.run.task, settings.run.task_fields, data.data_dir, data.download))
+    world.once_per_node(task.prepare)
+    dataset = datasets_of(task).evaluation
+    if dataset is None:
+        raise ConfigError(f"task {settings.run.task} has no evaluation set; return one in its Datasets")
+    seed_model(settings.run.seed)
+    strategy = strategies.load_to_evaluate(settings.compute.strategy, world)
+    model = strategy.shard(model_of(task, world.devices))
+    # A run that still trains may save a newer checkpoint at any time, so one rank chooses for all.
+    saved = saved_at(source) if world.is_first else None
+    state = deserialize(world.broadcast_bytes(saved.raw if saved else None))
+    task.moment.resume(*world.broadcast_json([saved.step, saved.epoch_steps] if saved else None))
+    weights = tensors_in(state)
+    check_model(model, weights)
+    strategy.load_model(model, weights)
+    recall(task, state)
+    task.after_resume(model)
+    size = evaluation_batch_size(settings.evaluation, data, world)
+    precision = precision_of(settings.compute.precision, world)
+    workers = loader_processes(data.workers, cores_of(position))
+    scores = Evaluation(world, strategy, task, model, dataset, size, precision, workers).scores()
+    session.close()
+    return scores
+
 
 log = logging.getLogger("tandem.run")
 
@@ -54,7 +97,7 @@ def run_rank(
     Signal handlers are installed first. `watch_stop_flag`, without an agent, receives the stop flag.
     """
     stop = StopFlag().install()
-    # Without an agent, launch/lone_stop.py reacts to signals from here on. The start below can wait long for
+    # Without an agent, launch/lone_rank.py reacts to signals from here on. The start below can wait long for
     # data or for other ranks.
     watch_stop_flag(stop)
     session = RankSession(Settings.from_dict(job.settings), position)

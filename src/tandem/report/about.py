@@ -18,7 +18,7 @@ from typing import Any
 
 from tandem import __version__, layout
 from tandem.bounded_reader import RunFiles
-from tandem.config.secrets import hidden, hide, is_secret
+from tandem.config.address import hidden, hide, is_secret
 from tandem.config.settings import SETTINGS
 from tandem.config.sources import PLACES
 from tandem.rotation import tail

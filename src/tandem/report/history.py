@@ -14,8 +14,8 @@ from tandem.bounded_reader import RunFiles
 from tandem.errors import CheckpointError
 from tandem.layout import METRICS
 from tandem.run.directory import RunDir
+from tandem.telemetry.journal import COUNTED
 from tandem.telemetry.messages import Event, Message, Point, Ranks, RunStarted
-from tandem.telemetry.restarts import COUNTED
 from tandem.timeouts import LIST_SECONDS
 
 MAX_POINTS = 1000

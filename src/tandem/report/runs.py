@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem import layout
+from tandem.checkpoint.decision import LINKED, is_linked
 from tandem.checkpoint.listing import age_in_words, newest_step, scores_in_words
-from tandem.checkpoint.locate import LINKED, is_linked
 from tandem.errors import ConfigError
 from tandem.log import printable
 from tandem.run.directory import RunDir

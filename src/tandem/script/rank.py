@@ -27,7 +27,6 @@ from tandem.distributed.position import Position
 from tandem.errors import FINISHED, GPU_FAILED, PEER_LOST, TandemError, text_of
 from tandem.log import keep_bounded, redirect_output, setup
 from tandem.process import end_with_parent, safe_path
-from tandem.script.environment import error_file, set_variables
 from tandem.script.execute import (
     code_of,
     execute,
@@ -35,7 +34,7 @@ from tandem.script.execute import (
     leave,
     without_our_frames,
 )
-from tandem.script.job import Job
+from tandem.script.job import Job, error_file, set_variables
 from tandem.script.lifeline import descriptor_for_exec
 from tandem.script.observer import Watch, imports_file
 from tandem.signals import default_signals
@@ -176,7 +175,7 @@ def gpu_has_failed(error: BaseException) -> bool:
     """Return whether CUDA reports that this rank's GPU failed in a way that a new process may fix."""
     if "torch" not in sys.modules:
         return False
-    from tandem.distributed.gpu_failures import is_gpu_failure
+    from tandem.distributed.peers import is_gpu_failure
 
     return is_gpu_failure(error)
 

@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader
 
 from tandem.data.datasets import Datasets
 from tandem.data.fetch import is_stream
-from tandem.data.orders import BucketedOrder, MakeOrder, WeightedOrder
-from tandem.data.sampler import GlobalOrder
+from tandem.data.sampler import BucketedOrder, GlobalOrder, MakeOrder, WeightedOrder
 from tandem.errors import ConfigError
 from tandem.tasks.base import WholeTask
 from tandem.tasks.mistakes import OUTPUTS, kind, mistake

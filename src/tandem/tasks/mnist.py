@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from tandem.data import idx
+from tandem.data import datasets
 from tandem.data.datasets import Datasets, download, find_idx_folder, idx_datasets, torchvision_for
 from tandem.errors import ConfigError
 from tandem.tasks.classification import LossAndSums, cross_entropy, strided_cnn
@@ -49,7 +49,7 @@ class Mnist:
         folder = find_idx_folder(self._folders())
         if folder is None:
             raise ConfigError(
-                f"task {self.name} found no folder with {', '.join(idx.NAMES)} (or .gz): "
+                f"task {self.name} found no folder with {', '.join(datasets.NAMES)} (or .gz): "
                 f"looked in {', '.join(map(str, self._folders()))}; put them there, or add --download"
             )
         return folder

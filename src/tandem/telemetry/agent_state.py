@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tandem.telemetry import health, metrics
-from tandem.telemetry.families import Sample
 from tandem.telemetry.messages import Samples, Send
 from tandem.telemetry.meter import ACTIVITIES
+from tandem.telemetry.metrics import Sample
 
 log = logging.getLogger("tandem.node")
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from tandem.telemetry import metrics
-from tandem.telemetry.families import Gauge, Sample
+from tandem.telemetry.metrics import Gauge, Sample
 
 logger = logging.getLogger("tandem")
 

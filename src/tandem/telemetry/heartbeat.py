@@ -15,7 +15,7 @@ from tandem import layout, running_clock
 from tandem.config.slices import ReliabilityConfig
 from tandem.log import renew_outputs
 from tandem.telemetry.clock import STEP_PHASES, Clock
-from tandem.telemetry.hang_limits import HangLimits
+from tandem.telemetry.hangs import HangLimits
 from tandem.telemetry.messages import Heartbeat, Send
 from tandem.telemetry.thread_activity import ThreadActivity, in_collective
 from tandem.timeouts import BEAT_SECONDS

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from math import inf
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from tandem.telemetry.families import Sample
+from tandem.telemetry.metrics import Sample
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,20 @@ import prometheus_client as prometheus
 from prometheus_client import CollectorRegistry, disable_created_metrics
 from prometheus_client.exposition import choose_encoder, generate_latest
 
-from tandem.telemetry.families import Counter, Family, Gauge, Histogram, Info, Sample, StateSet
 from tandem.telemetry.journal import write_bytes_atomic
-from tandem.telemetry.metrics import COLLECT_ERRORS, FAMILIES, FINAL_STATES, STATES
+from tandem.telemetry.metrics import (
+    COLLECT_ERRORS,
+    FAMILIES,
+    FINAL_STATES,
+    STATES,
+    Counter,
+    Family,
+    Gauge,
+    Histogram,
+    Info,
+    Sample,
+    StateSet,
+)
 
 AnyMetric = prometheus.Counter | prometheus.Gauge | prometheus.Histogram | prometheus.Info | prometheus.Enum
 

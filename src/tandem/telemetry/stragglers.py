@@ -11,9 +11,9 @@ from statistics import median, median_low
 from typing import Any
 
 from tandem.telemetry import metrics
-from tandem.telemetry.families import Sample
 from tandem.telemetry.messages import Ranks
 from tandem.telemetry.meter import PHASES, StepTimes
+from tandem.telemetry.metrics import Sample
 from tandem.timeouts import NAME_SECONDS
 
 MARK_RATIO = 1.2

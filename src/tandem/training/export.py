@@ -1,16 +1,29 @@
 """Implement `tandem export` for weights: one file that can be read without tandem."""
 
+import inspect
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as trees
 
 from tandem.checkpoint.state import deserialize, weights_sha256
-from tandem.data.datasets import one_line
+from tandem.config import Settings
+from tandem.data.datasets import Datasets, one_line
+from tandem.data.kinds import evaluation_batches
+from tandem.data.loader import batch_size_of
+from tandem.data.seeds import seed_model
 from tandem.errors import CheckpointError, ConfigError
+from tandem.tasks.base import WholeTask, load_task
+from tandem.tasks.build import datasets_of, model_of
+from tandem.tasks.mistakes import kind, mistake
+from tandem.training.resume import check_model
+from tandem.training.train_state import recall
 from tandem.training.weights import Saved, saved_at, tensors_in
 
 SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt"}
@@ -99,3 +112,182 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
         raise ConfigError(
             f"cannot write {path}: {error.strerror or error}; choose another file with --output FILE"
         ) from error
+
+
+# Implement `tandem export --format onnx|hf`: a task's model with the weights of a checkpoint.
+
+SAMPLES = 3
+"""Samples in the traced batch. torch.export would treat a size of 1 as a constant."""
+TOLERANCE = 1e-5
+"""Relative to the largest output, or to 1 if that is smaller."""
+NEEDED = "--format onnx needs onnx and onnxscript: pip install 'tandem-train[export]'"
+
+
+class Call(NamedTuple):
+    """How the task calls its model with a batch of `size` samples."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    size: int
+
+    def of(self, size: int) -> "Call":
+        """Return the same call with the first `size` samples."""
+        args, kwargs = trees.tree_map(lambda leaf: leaf[:size] if self._has_samples(leaf) else leaf, self[:2])
+        return Call(args, kwargs, size)
+
+    def shapes(self, model: nn.Module) -> dict[str, Any]:
+        """Return dynamic shapes for torch.export: dimension 0 is variable where it has one row per sample."""
+        batch = torch.export.Dim("batch")
+        named = inspect.signature(model.forward).bind(*self.args, **self.kwargs).arguments
+        shapes: dict[str, Any] = trees.tree_map(
+            lambda leaf: {0: batch} if self._has_samples(leaf) else None, dict(named)
+        )
+        return shapes
+
+    def _has_samples(self, leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == self.size
+
+
+def export_model(
+    source: str, form: str, output: Path | None, settings_of: Callable[[Saved], Settings]
+) -> str:
+    """Write the model with the weights at `source` in the format `form`; return a line about it.
+
+    `settings_of` returns the settings of a checkpoint, which name the task. Raises ConfigError if there is no
+    such checkpoint, for weights of another model, for a model that cannot be exported, and if the ONNX
+    model's output differs.
+    """
+    saved = saved_at(source)
+    settings = settings_of(saved)
+    path = path_for(saved, "" if form == "hf" else f".{form}", output)
+    state = deserialize(saved.raw)
+    weights = tensors_in(state)
+    data = settings.data
+    task = WholeTask(load_task(settings.run.task, settings.run.task_fields, data.data_dir, data.download))
+    task.prepare()
+    datasets = datasets_of(task)
+    seed_model(settings.run.seed)
+    # place() expects as many devices as in training. Here each of them is the CPU.
+    model = model_of(task, [torch.device("cpu")] * settings.compute.devices_per_rank)
+    check_model(model, weights)
+    model.load_state_dict(weights)
+    recall(task, state)
+    task.moment.resume(saved.step, saved.epoch_steps)
+    task.after_resume(model)
+    model.eval()
+    digest = weights_sha256(weights)
+    about = f"step {saved.step:,}"
+    if form == "hf":
+        write_whole(path, _saver(task, model))
+        return f"{path}: {about}, for {type(model).__name__}.from_pretrained; weights {digest[:12]}"
+    call = call_of(task, datasets, model)
+    described = ""
+
+    def write(there: Path) -> None:
+        nonlocal described
+        described = write_onnx(model, call, there, facts_of(saved, digest))
+
+    write_whole(path, write)
+    return f"{path}: {about}, {described}, {path.stat().st_size:,} bytes; weights {digest[:12]}"
+
+
+def _saver(task: WholeTask, model: nn.Module) -> Callable[[Path], None]:
+    save: Any = getattr(model, "save_pretrained", None)
+    if not callable(save):
+        advice = "--format hf needs a transformers-style model; use --format onnx or safetensors"
+        raise mistake(task.build_model, f"{kind(model)}, which has no save_pretrained()", advice)
+
+    def write(there: Path) -> None:
+        save(str(there))
+
+    return write
+
+
+def call_of(task: WholeTask, datasets: Datasets, model: nn.Module) -> Call:
+    """Return how the task calls its model with a few evaluation samples.
+
+    Uses training samples if there is no evaluation set.
+    """
+    dataset = datasets.train if datasets.evaluation is None else datasets.evaluation
+    dataset = next(iter(dataset.values())) if isinstance(dataset, Mapping) else dataset
+    batches = evaluation_batches(dataset, 0, 1, SAMPLES, collate=task.collate, device=torch.device("cpu"))
+    batch = next(batches, None)
+    if batch is None:
+        raise ConfigError("the task's datasets have no samples to trace the model with")
+    calls: list[Call] = []
+
+    def remember(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append(Call(args, kwargs, batch_size_of(batch)))
+
+    # Only the task knows how a batch becomes the model's arguments, so its own call is recorded.
+    with model.register_forward_pre_hook(remember, with_kwargs=True), torch.no_grad():
+        task.evaluate_batch(model, batch)
+    if not calls:
+        method = task.evaluate_batch if "evaluate_batch" in task.own else task.loss
+        raise mistake(
+            method, "the model itself", "call model(...), whose graph is exported to ONNX", "never calls"
+        )
+    return calls[0]
+
+
+def write_onnx(model: nn.Module, call: Call, path: Path, facts: Mapping[str, str]) -> str:
+    """Write the model's graph, compare it with the model, and return its inputs and outputs as text."""
+    try:
+        import onnx  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(NEEDED) from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's warnings about itself
+        try:
+            program = torch.onnx.export(
+                model,
+                call.args,
+                kwargs=call.kwargs,
+                dynamic_shapes=call.shapes(model),
+                dynamo=True,
+                verbose=False,
+            )
+        except Exception as error:  # a graph's tracer may raise anything
+            reason = one_line(error.__cause__ or error)[:300]
+            raise ConfigError(f"torch.onnx cannot export the model ({reason})") from error
+    assert program is not None
+    program.model.metadata_props.update(facts)
+    program.save(str(path))
+    inputs = program.model.graph.inputs
+    outputs = program.model.graph.outputs
+    any_size = any("batch" in map(str, each.shape or ()) for each in inputs)
+    signature = f"{', '.join(map(_input_text, inputs))} -> {', '.join(map(_input_text, outputs))}"
+    # A second size shows whether the exported graph fixed the batch size by mistake.
+    sizes = (call.size, call.size - 1) if any_size else (call.size,)
+    return f"{signature}, {_compared(model, path, [call.of(size) for size in sizes])}"
+
+
+def _input_text(value: Any) -> str:
+    return f"{value.name} [{', '.join(map(str, value.shape or ()))}]"
+
+
+def _compared(model: nn.Module, path: Path, calls: list[Call]) -> str:
+    """Return how far ONNX is from PyTorch, as text. Raises ConfigError if it is too far."""
+    try:
+        import onnxruntime
+    except ImportError:
+        return "not compared with PyTorch, because onnxruntime is not installed"
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    names = [each.name for each in session.get_inputs()]
+    distances = [torch.zeros((), dtype=torch.float64)]
+    for call in calls:
+        given = [leaf for leaf in trees.tree_leaves(call[:2]) if isinstance(leaf, Tensor)]
+        found = session.run(None, {name: leaf.numpy() for name, leaf in zip(names, given, strict=True)})
+        with torch.no_grad():
+            leaves = trees.tree_leaves(model(*call.args, **call.kwargs))
+        wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        for theirs, ours in zip(found, wanted, strict=True):
+            apart = (torch.from_numpy(theirs).double() - ours.double()).abs().max()
+            distances.append(apart / ours.double().abs().max().clamp(min=1.0))
+    largest = float(torch.stack(distances).max())  # torch's max keeps a NaN, which Python's ignores
+    if not largest <= TOLERANCE:
+        raise ConfigError(
+            f"the ONNX model's output differs from PyTorch's by {largest:.1e}, more than {TOLERANCE:g}"
+        )
+    return f"within {largest:.0e} of PyTorch's output"

@@ -1,21 +1,192 @@
 """Build the optimizer and set the learning rate of each step, by the settings or by the task."""
 
+import math
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields
 from inspect import signature
+from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tandem.config.slices import OptimizationConfig
 from tandem.data.datasets import one_line
+from tandem.distributed.group import ProcessGroup
+from tandem.distributed.strategy import Strategy
+from tandem.errors import ConfigError
+from tandem.schedule import Cadence, learning_rate, scale_lr, scaling_of
 from tandem.tasks.base import WholeTask
 from tandem.tasks.build import optimizer_of, scheduler_of
 from tandem.tasks.mistakes import kind, mistake
-from tandem.training.rates import Rates
+
+# The learning rate of each step according to the settings.
+
+
+class Rates:
+    """A pure function of the step, so it has no state to save.
+
+    It depends on the global batch size, not on the number of ranks.
+    """
+
+    def __init__(
+        self, config: OptimizationConfig, batch_size: int, steps_per_epoch: int, steps_planned: int
+    ) -> None:
+        self._config = config
+        self._batch_size = batch_size
+        self._planned = steps_planned
+        self._scaling, self._base = scaling_of(config.lr_scaling)
+        self.peak = scale_lr(config.lr, self._scaling, batch_size, self._base)
+        """The learning rate after the warm-up."""
+        self._warmup = Cadence.parse(config.warmup).to_steps(steps_per_epoch, steps_planned) or 0
+
+    def at(self, step: int) -> float:
+        """Return the learning rate of the next step, numbered from 0."""
+        return learning_rate(
+            step,
+            peak=self.peak,
+            warmup_steps=self._warmup,
+            steps_planned=self._planned,
+            schedule=self._config.schedule,
+        )
+
+    def __str__(self) -> str:
+        """Describe the rates: `lr 0.1 x 480/240 (linear) = 0.2, warm-up linear ..., then ...`."""
+        config = self._config
+        text = f"lr {self._config.lr:g}"
+        if self._scaling != "none":
+            ratio = f"{self._batch_size}/{self._base}"
+            factor = f"sqrt({ratio})" if self._scaling == "sqrt" else ratio
+            text += f" x {factor} ({self._scaling}) = {self.peak:.4g}"
+        if self._warmup:
+            text += f", warm-up linear over {self._warmup:,} steps"
+        end = "" if config.schedule == "constant" else f" to step {self._planned:,}"
+        return f"{text}, {'then ' if self._warmup else ''}{config.schedule}{end}"
+
+
+# Clip gradients by their norm, and report the norm from before and the number of clipped steps.
+
+
+class Clipping:
+    """Clip the gradients of `parameters` to a norm of `clip_norm`.
+
+    Only `norm` and `count`, which are for log lines, wait for the device. The reported norm is from before
+    clipping.
+    """
+
+    def __init__(
+        self,
+        optimization: OptimizationConfig,
+        strategy: Strategy,
+        parameters: Sequence[nn.Parameter],
+        world: ProcessGroup,
+    ) -> None:
+        self._largest = optimization.clip_norm
+        self._strategy = strategy
+        self._parameters = parameters
+        self._norm: Tensor | None = None
+        self._clips = torch.zeros((), device=world.device)
+
+    def begin_step(self) -> None:
+        """Forget the last norm. A step that is left out is not clipped."""
+        self._norm = None
+
+    def clip(self) -> None:
+        """Clip, after the gradients are unscaled and before the optimizer steps."""
+        if self._largest is None:
+            return
+        self._norm = self._strategy.clip(self._parameters, self._largest)
+        # On GPUs and under fp16, this may be a step that is left out. It does not count as clipped.
+        self._clips += (self._norm > self._largest) & self._norm.isfinite()
+
+    def norm(self) -> float | None:
+        """Return the norm of the last step's gradients before clipping, or None if unknown or not finite."""
+        norm = self._norm if self._largest is not None else self._strategy.norm(self._parameters)
+        return float(norm) if norm is not None and math.isfinite(norm) else None
+
+    def count(self) -> int:
+        """Return the number of clipped steps since the last call."""
+        clips = int(self._clips)
+        self._clips.zero_()
+        return clips
+
+
+# Save an optimizer's parameter groups by name, because its own state identifies parameters only by number.
+#
+# A number that means another parameter is an error deep inside the optimizer, or unnoticed if the shapes
+# agree. The names are therefore saved next to the state, and compared before it is loaded.
+
+OF_THE_SHAPE = frozenset({
+    "momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "grad_avg",
+    "acc_delta", "sum", "prev", "step_size", "ax", "mu_product_buffer",
+})  # fmt: skip
+"""Entries of torch's optimizer states that have the parameter's shape."""
+SHOWN = 3
+
+
+def groups_of(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
+    """Return the optimizer's class and its parameters' names by group; "" for one that is not in `named`."""
+    names = {id(parameter): name for name, parameter in named}
+    groups = [[names.get(id(each), "") for each in group["params"]] for group in optimizer.param_groups]
+    return {"class": type(optimizer).__name__, "names": groups}
+
+
+def check_groups(
+    what: str,
+    saved: Mapping[str, Any],
+    theirs: Mapping[str, Any] | None,
+    optimizer: torch.optim.Optimizer,
+    ours: Mapping[str, Any],
+) -> None:
+    """Raise ConfigError if the `saved` state of the optimizer `what` belongs to other groups than it has.
+
+    `theirs` and `ours` come from `groups_of`; None means that an older version saved no names.
+    """
+    try:
+        sizes = [len(group["params"]) for group in saved["param_groups"]]
+        values = {int(index): dict(state) for index, state in saved["state"].items()}
+        kind, names = (None, []) if theirs is None else (theirs["class"], list(theirs["names"]))
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise _other(what, "it is not the state of a PyTorch optimizer") from error
+    if kind is not None and kind != ours["class"]:
+        raise _other(what, f"it was saved by {kind}, but this optimizer is {ours['class']}")
+    here = [len(group["params"]) for group in optimizer.param_groups]
+    if len(sizes) != len(here):
+        raise _other(what, f"it has {len(sizes)} parameter groups, this optimizer has {len(here)}")
+    for number, (there, ours_here) in enumerate(zip_longest(names, ours["names"] if names else [])):
+        if there != ours_here:
+            raise _other(what, f"group {number} is {_listed(there)} in it but {_listed(ours_here)} here")
+    # Names make a better message, but an older version saved none.
+    if sizes != here:
+        raise _other(what, f"its groups have {_counts(sizes)} parameters, but {_counts(here)} here")
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for index, state in values.items():
+        for name, value in state.items():
+            shape = tuple(parameters[index].shape) if 0 <= index < len(parameters) else "missing"
+            # Entries of other optimizers may have any shape.
+            if name in OF_THE_SHAPE and isinstance(value, Tensor) and tuple(value.shape) != shape:
+                raise _other(
+                    what, f"{name} of parameter {index} is {tuple(value.shape)} in it but {shape} here"
+                )
+
+
+def _other(what: str, how: str) -> ConfigError:
+    return ConfigError(
+        f"the checkpoint's {what} does not match: {how}; build the optimizer as it was when saved, with the "
+        "same groups in the same order, or use another --run-dir or --resume never"
+    )
+
+
+def _listed(names: Sequence[str] | None) -> str:
+    more = f" and {len(names) - SHOWN} more" if names and len(names) > SHOWN else ""
+    return (", ".join(name or "an unnamed parameter" for name in (names or [])[:SHOWN]) or "nothing") + more
+
+
+def _counts(sizes: Sequence[int]) -> str:
+    return " and ".join(map(str, sizes))
+
 
 BY_SCHEDULE = ("schedule", "lr_scaling", "warmup")
 BY_OPTIMIZER = ("optimizer", "lr", "momentum", "weight_decay")

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from tandem.checkpoint.decision import ResumeDecision, nothing_valid, warn_damaged
-from tandem.checkpoint.large import file_of, through
 from tandem.checkpoint.snapshot import (
     OF,
     PER_RANK,
@@ -27,7 +26,7 @@ from tandem.checkpoint.snapshot import (
     skeleton_in,
     whole_slots,
 )
-from tandem.checkpoint.state import deserialize, deserialize_file, serialize
+from tandem.checkpoint.state import deserialize, deserialize_file, large_file_of, read_in_place, serialize
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.slices import CheckpointConfig
 from tandem.data.fingerprint import changed, data_facts, reordered
@@ -39,10 +38,8 @@ from tandem.errors import ConfigError, CorruptCheckpointError, UnloadableError
 from tandem.log import counted
 from tandem.telemetry import metrics
 from tandem.telemetry.recorder import Recorder
-from tandem.training.buffers import adopt_buffers
-from tandem.training.lazy import is_lazy
-from tandem.training.optim import Schedule
-from tandem.training.parameter_groups import check_groups
+from tandem.training.buffers import adopt_buffers, is_lazy
+from tandem.training.optim import Schedule, check_groups
 from tandem.training.weights import Initial, read_weights
 
 log = logging.getLogger("tandem.run")
@@ -359,8 +356,8 @@ def _newest(
 
 def _read(store: CheckpointStore, step: int, homes: Mapping[str, Tensor]) -> _Found:
     # A large state is used in place, because its bytes do not fit in memory next to its tensors.
-    if path := file_of(store, step):
-        state, info = through(store, step, path, lambda file: deserialize_file(file, homes))
+    if path := large_file_of(store, step):
+        state, info = read_in_place(store, step, path, lambda file: deserialize_file(file, homes))
     else:
         payload, info = store.read(step)
         state = deserialize(payload)

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from tandem.checkpoint.flatten import flatten
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.snapshot import OF, PER_RANK, Snapshots
+from tandem.checkpoint.state import flatten
 from tandem.checkpoint.writer import FAILURES_ALLOWED, CheckpointWriter, PendingScores
 from tandem.config.slices import CheckpointConfig
 from tandem.distributed.group import ProcessGroup

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from tandem.config.slices import ComputeConfig, OptimizationConfig
 from tandem.data.loader import batch_size_of
 from tandem.data.seeds import seed_micro_step
-from tandem.distributed.collective_observer import CollectiveObserver
 from tandem.distributed.consensus import (
     LOSS,
     SLOTS,
@@ -21,7 +20,7 @@ from tandem.distributed.consensus import (
     is_skipped,
     proposal_slots,
 )
-from tandem.distributed.group import ProcessGroup
+from tandem.distributed.group import CollectiveObserver, ProcessGroup
 from tandem.distributed.strategy import Strategy, waits_inside
 from tandem.errors import NonFiniteError
 from tandem.tasks.base import WholeTask
@@ -38,10 +37,9 @@ from tandem.tasks.mistakes import (
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Costs, DeviceMemory, Readings
 from tandem.training.buffers import buffers_kept
-from tandem.training.clipping import Clipping
 from tandem.training.flops import convolves, flops_of, peak_flops
 from tandem.training.nonfinite import Guard, culprit
-from tandem.training.optim import takes_closure, trained_by
+from tandem.training.optim import Clipping, takes_closure, trained_by
 from tandem.training.precision import autocast
 
 SMALLEST_WEIGHT = 1e-12

@@ -20,12 +20,11 @@ from tandem.errors import FINISHED
 from tandem.log import counted, reporting
 from tandem.run.directory import RunDir
 from tandem.telemetry import metrics
-from tandem.telemetry.families import Sample
+from tandem.telemetry.displays import EventWriter, Progress
+from tandem.telemetry.journal import Restarts
 from tandem.telemetry.meter import Interval
-from tandem.telemetry.progress import Progress
+from tandem.telemetry.metrics import Sample
 from tandem.telemetry.recorder import Recorder
-from tandem.telemetry.restarts import Restarts
-from tandem.telemetry.tensorboard import EventWriter
 from tandem.text import format_duration, shown
 
 log = logging.getLogger("tandem.run")

@@ -6,31 +6,79 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tandem.checkpoint.flatten import flatten
+from tandem.checkpoint.state import flatten
 from tandem.config.slices import ComputeConfig, DataConfig, ExchangeConfig, OptimizationConfig, RunConfig
 from tandem.data.kinds import takes_workers, training_data
 from tandem.data.seeds import seed_model
-from tandem.data.sharded import ShardedData
 from tandem.data.source import BatchReader
+from tandem.data.sources import ShardedData
 from tandem.distributed import strategy as strategies
 from tandem.distributed.devices import cores_of
 from tandem.distributed.group import ProcessGroup
 from tandem.errors import ConfigError
 from tandem.log import counted
 from tandem.tasks.base import WholeTask, load_task
-from tandem.tasks.build import check_methods, datasets_of, model_of, order_of
+from tandem.tasks.build import answer_of, check_methods, datasets_of, model_of, order_of
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.recorder import Recorder
 from tandem.torch_private import compile_deterministically
-from tandem.training.buffers import has_saved_buffers
-from tandem.training.channels_last import lay_out
-from tandem.training.lazy import materialize
+from tandem.training.buffers import has_saved_buffers, materialize
 from tandem.training.nonfinite import Policy
-from tandem.training.optim import Schedule, build_optimizer
-from tandem.training.parameter_groups import groups_of
+from tandem.training.optim import Schedule, build_optimizer, groups_of
+from tandem.training.precision import lay_out
 from tandem.training.resume import ResumePoint, load_state
 from tandem.training.step import Stepper
-from tandem.training.task_memory import Memory
+
+# Save what a task itself remembers between steps, and let it end its run.
+
+REMEMBERING = ("state_dict", "after_evaluation")
+
+
+class Memory:
+    """The state of a task that has one of REMEMBERING, up to the last evaluation that it was told about.
+
+    A checkpoint that is due together with an evaluation is begun before it, so its scores are in the
+    manifest. A resumed task is told about them again.
+    """
+
+    def __init__(self, task: WholeTask, world: ProcessGroup) -> None:
+        self._task = task
+        self._world = world
+        self._heard = 0
+
+    def after_evaluation(self, step: int, scores: Mapping[str, float]) -> bool:
+        """Tell the task about an evaluation; return whether it ends the run. All ranks call this.
+
+        Rank 0's answer counts. Raises ConfigError for an invalid answer.
+        """
+        self._heard = step
+        if "after_evaluation" not in self._task.own:
+            return False
+        return bool(self._world.broadcast_json(answer_of(self._task, scores)))
+
+    def state(self) -> dict[str, Any]:
+        """Return {"task": ...} for a checkpoint, or {} if the task has none of REMEMBERING."""
+        if not self._task.own.intersection(REMEMBERING):
+            return {}
+        return {"task": {"heard": self._heard, "state": self._task.state_dict()}}
+
+    def load(self, state: Mapping[str, Any], scores: Mapping[str, float]) -> None:
+        """Restore the task from a checkpoint's state.
+
+        If the checkpoint was begun before the evaluation of its step, tell the task these `scores` again.
+        """
+        saved = state.get("task", {})
+        recall(self._task, state)
+        if scores and saved.get("heard") != state["step"]:
+            self.after_evaluation(int(state["step"]), scores)
+
+
+def recall(task: WholeTask, state: Mapping[str, Any]) -> None:
+    """Restore what a task remembered in a checkpoint's state, if it is there."""
+    saved = state.get("task", {})
+    if "load_state_dict" in task.own and "state" in saved:
+        task.load_state_dict(saved["state"])
+
 
 log = logging.getLogger("tandem.run")
 

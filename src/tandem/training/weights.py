@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem import layout
-from tandem.checkpoint.decision import warn_damaged
-from tandem.checkpoint.locate import locate
+from tandem.checkpoint.decision import locate, warn_damaged
 from tandem.checkpoint.state import deserialize, serialize
 from tandem.data.datasets import one_line, torchvision_for
 from tandem.distributed.strategy import Strategy

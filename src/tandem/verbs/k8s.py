@@ -41,7 +41,7 @@ def k8s_options(parser: "Parser") -> None:
 
     from tandem.config import Count
     from tandem.kubernetes.commands import KINDS, VERBS
-    from tandem.kubernetes.forwarding import PORT
+    from tandem.kubernetes.following import PORT
     from tandem.kubernetes.parameters import JOB
     from tandem.kubernetes.render import KIND, ORDER
 

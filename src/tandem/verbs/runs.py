@@ -25,8 +25,8 @@ OF_WEIGHTS = FORMATS[:2]
 
 def checkpoints(options: "Namespace", environ: Environment) -> int:
     """List, verify or prune a run's checkpoints, without torch; return 1 if one is damaged."""
+    from tandem.checkpoint.decision import checkpoints_of
     from tandem.checkpoint.listing import as_json, list_checkpoints, rule_of, table
-    from tandem.checkpoint.locate import checkpoints_of
     from tandem.checkpoint.retention import Best
 
     store = checkpoints_of(options.run_dir)
@@ -75,7 +75,7 @@ def checkpoints_options(parser: "Parser") -> None:
 def report(options: "Namespace", environ: Environment) -> int:
     """Write one HTML file: RUN_DIR/report.html, or what --output names."""
     from tandem import layout
-    from tandem.config.secrets import secrets_in
+    from tandem.config.address import secrets_in
     from tandem.log import printable
     from tandem.report.report import write_report
     from tandem.run.directory import RunDir
@@ -106,10 +106,10 @@ def report_options(parser: "Parser") -> None:
 
 def page(options: "Namespace", environ: Environment) -> int:
     """Serve the reports of runs until Ctrl-C."""
-    from tandem.config.secrets import secrets_in
+    from tandem.config.address import secrets_in
     from tandem.config.slices import MetricsConfig
     from tandem.report.access import load_access
-    from tandem.report.serve import ReportServer, runs_in
+    from tandem.report.report import ReportServer, runs_in
     from tandem.signals import StopFlag
 
     access = load_access(MetricsConfig(metrics_token_file=options.token_file))
@@ -148,10 +148,10 @@ def page_options(parser: "Parser") -> None:
 def track(options: "Namespace", environ: Environment) -> int:
     """Send a run, or the rows that are missing there, to its tracker."""
     from tandem import layout
-    from tandem.config.secrets import secrets_in
+    from tandem.config.address import secrets_in
     from tandem.log import printable
     from tandem.report import tracking
-    from tandem.report.trackers import check
+    from tandem.report.tracking import check_tracker
     from tandem.run.directory import RunDir
 
     run = RunDir(options.run_dir)
@@ -166,7 +166,7 @@ def track(options: "Namespace", environ: Environment) -> int:
         why = "; ".join(files.problems) or "it has no config.json"
         raise ConfigError(f"{options.run_dir} is not a run: {why}; give the run directory")
     name = tracking.chosen(config, options.tracker)
-    check(name)
+    check_tracker(name)
     # Two senders would send rows twice. With --follow, that of a killed launch may need time to end.
     with tracking.alone(run.folder, wait=options.follow):
         sending = tracking.Sending(run, name, secrets_in(environ))
@@ -180,7 +180,7 @@ def track(options: "Namespace", environ: Environment) -> int:
 
 
 def track_options(parser: "Parser") -> None:
-    from tandem.report.trackers import TRACKERS
+    from tandem.report.tracking import TRACKERS
 
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory")
     parser.add_argument(
@@ -282,7 +282,7 @@ def export(options: "Namespace", environ: Environment) -> int:
         print(printable(write(options.source, options.format, options.output)))
         return FINISHED
     from tandem.launch.eval_command import settings_of
-    from tandem.training.export_model import export_model
+    from tandem.training.export import export_model
 
     def settings(saved: "Saved") -> "Settings":
         # The manifest names the task, so the settings are known only when the checkpoint has been read.

@@ -21,7 +21,7 @@ from tandem.errors import TandemError
 from tandem.launch.connectivity import ConnectivityProblem, clock, interfaces, names, others, world_size
 from tandem.platforms.placement import detect, of_this_process
 from tandem.run.directory import RunDir
-from tandem.verify import containers
+from tandem.verify import machine
 from tandem.verify.machine import findings, refused
 
 GIB = 2**30
@@ -64,7 +64,7 @@ class Diagnosis(NamedTuple):
 def diagnose(settings: Settings, environ: Environment) -> Diagnosis:
     """Return all facts and checks; a fact that cannot be determined says why in its own line."""
     facts = dict(_lines(settings, environ))
-    checks = [*_position_checks(settings, environ), *findings(settings), *containers.findings(environ)]
+    checks = [*_position_checks(settings, environ), *findings(settings), *machine.container_findings(environ)]
     return Diagnosis(facts, checks)
 
 

@@ -16,16 +16,15 @@ import torch
 from torch import nn
 
 from tandem.config import Settings
+from tandem.data.fetch import WithStepContext
 from tandem.data.kinds import can_be_read_again, training_data
 from tandem.data.seeds import seed_micro_step, seed_model
 from tandem.data.source import BatchReader
-from tandem.data.step_context import WithStepContext
-from tandem.distributed.collective_observer import CollectiveObserver
-from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.group import CollectiveObserver, Position, ProcessGroup
 from tandem.tasks.base import WholeTask, load_task
 from tandem.tasks.build import datasets_of, model_of, order_of
 from tandem.tasks.mistakes import kind, line_of, loss_and_sums
-from tandem.training.lazy import materialize
+from tandem.training.buffers import materialize
 from tandem.verify.outcome import digest, flat
 
 BATCHES = 2

@@ -19,7 +19,7 @@ from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
 from tandem.timeouts import END_LOOK_SECONDS, END_POLL_SECONDS, KILLED_SECONDS, STEP_POLL_SECONDS
 from tandem.verify.outcome import Outcome
-from tandem.work.root_cause import run_failed
+from tandem.work.base import run_failed
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,19 @@ from tandem.errors import (
 from tandem.platforms.placement import Placement
 from tandem.rotation import tail
 from tandem.run.directory import RunDir
-from tandem.script.environment import error_file
-from tandem.script.job import Job, Program
+from tandem.script.job import Job, Program, error_file
 from tandem.text import shown
 from tandem.timeouts import MONITOR_SECONDS, OTHERS_SECONDS
-from tandem.work.base import TRAINED, GenerationEnd, rank_identity
-from tandem.work.root_cause import Cause, choose, failures, is_of_tandem, last_words
+from tandem.work.base import (
+    TRAINED,
+    Cause,
+    GenerationEnd,
+    choose_cause,
+    failures,
+    is_of_tandem,
+    last_words,
+    rank_identity,
+)
 
 log = logging.getLogger("tandem.launch")
 
@@ -105,7 +112,7 @@ class ProgramWork:
             return _asked_to_stop(
                 end, job_code([code for code in end.codes.values() if code is not None])
             ), None
-        local_rank, code = choose(first, end.blamed())
+        local_rank, code = choose_cause(first, end.blamed())
         if end.stop and code == PEER_LOST and STOPPED in end.now().values():
             return STOPPED, None  # it lost the rank that handled the signal first
         position = end.positions[local_rank]

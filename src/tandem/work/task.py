@@ -8,11 +8,10 @@ from tandem.config import Settings, TaskJob
 from tandem.config.slices import ONE_PROCESS
 from tandem.data.batch_shares import check_even
 from tandem.errors import PEER_LOST, CheckpointError, ConfigError, is_retried, job_code
+from tandem.log import log_if_slow
 from tandem.platforms.placement import Placement
 from tandem.run.directory import RunDir
-from tandem.slow_start import log_if_slow
-from tandem.work.base import NOTHING, SAVED, TRAINED, GenerationEnd, any_rank, gpu_index
-from tandem.work.root_cause import Cause
+from tandem.work.base import NOTHING, SAVED, TRAINED, Cause, GenerationEnd, any_rank, gpu_index
 
 # A name, not an import: importing it imports torch, which reads variables that the agent sets first.
 RANK_FUNCTION = "tandem.rank.task:run_rank"

@@ -124,7 +124,7 @@ class Storage(Protocol):
 
 
 class Remote(Storage, Protocol):
-    """A storage given by an address. The run's own small files are also copied to it (`run/mirror.py`)."""
+    """A storage given by an address. The run's own small files are also copied to it (`run/directory.py`)."""
 
     def read(self, path: PurePath) -> bytes | None:
         """Return the contents of a small file; None if it does not exist."""

@@ -1,19 +1,24 @@
-"""The progress bar on a terminal, drawn by rich if it is installed (extra: rich), else by tqdm.
+"""What rank 0 shows of its progress: a bar on a terminal, else log lines, and TensorBoard files."""
 
-The training thread draws it a few times a second; the bar needs no other thread. It is one line, shorter than
-the terminal is wide, so that the next writer can clear it (see `log.py`).
-"""
-
+import logging
 import os
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol, TextIO
 
-from tandem.log import is_dumb
+from tandem.errors import ConfigError
+from tandem.log import ClosableStream, is_dumb, is_quiet, wrap_terminal_lines
 from tandem.timeouts import BAR_SECONDS
+
+# The progress bar on a terminal, drawn by rich if it is installed (extra: rich), else by tqdm.
+#
+# The training thread draws it a few times a second; the bar needs no other thread. It is one line, shorter
+# than the terminal is wide, so that the next writer can clear it (see `log.py`).
 
 NARROWEST_BAR = 8
 NARROW = 72
@@ -181,3 +186,117 @@ def clock(seconds: float) -> str:
     """Format seconds as 0:12, 3:04 or 2:03:04."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+
+
+# The progress display of rank 0: a bar on a terminal, else one log line per interval.
+
+logger = logging.getLogger("tandem")
+
+SHOWN = 4
+"""How many values of a custom loop to show on a line; metrics.jsonl has all of them."""
+
+
+class Progress:
+    """The progress display.
+
+    Call `advance` after each step (cheap), `report` once per log interval, and `note` for a line in between.
+    Mode auto: a bar if `stream` is a terminal, unless -q is given; on: a bar; off: only log lines. Ranks
+    other than 0 show nothing.
+    """
+
+    def __init__(
+        self, steps_planned: int, *, start_step: int = 0, rank: int = 0,
+        mode: Literal["auto", "on", "off"] = "auto", stream: TextIO | None = None,
+    ) -> None:  # fmt: skip
+        self._steps_planned = steps_planned
+        self._silent = rank != 0
+        self._stream: Any = ClosableStream(sys.stderr if stream is None else stream)
+        self._step = start_step
+        self._bar: Bar | None = None
+        has_bar = mode == "auto" and self._stream.isatty() and not is_dumb() and not is_quiet()
+        if not self._silent and (mode == "on" or has_bar):
+            self._bar = open_bar(steps_planned, start_step, self._stream)
+            wrap_terminal_lines(self._bar.redrawn_below)
+
+    def advance(self, step: int) -> None:
+        """Set the number of finished steps."""
+        if self._bar is not None and step > self._step:
+            self._bar.advance(step)
+        self._step = max(step, self._step)
+
+    def report(
+        self,
+        step: int,
+        *,
+        epoch: int,
+        loss: float,
+        samples_per_second: float,
+        more: Mapping[str, float] | None = None,
+    ) -> None:
+        """Show the interval that ended with `step` (finished steps), and SHOWN values of `more`."""
+        self.advance(step)
+        if self._bar is not None:
+            self._bar.say(epoch, loss, samples_per_second)
+        elif not self._silent:
+            of = f"step {step:,} of {self._steps_planned:,} (epoch {epoch})"
+            shown = [f"{name} {value:.4g}" for name, value in (more or {}).items()][:SHOWN]
+            text = ", ".join([f"loss {loss:.4f}", *shown, f"{samples_per_second:,.0f} samples/s"])
+            logger.info("%s: %s", of, text)
+
+    def note(self, text: str) -> None:
+        """Write one log line."""
+        if not self._silent:
+            logger.info("%s", text)
+
+    def close(self) -> None:
+        """Leave the bar on the terminal; safe to call twice."""
+        if self._bar is not None:
+            # Before the bar is closed, because a log line would draw it again.
+            wrap_terminal_lines(nullcontext)
+            self._bar.close()
+            self._bar = None
+
+
+# TensorBoard event files (extra: tensorboard).
+
+
+class EventWriter:
+    """Writes scalars in `directory`; hides an earlier launch's events at `purge_step` and later.
+
+    Raises ConfigError if TensorBoard is not installed. A failed write is logged once and never raises
+    OSError.
+    """
+
+    def __init__(self, directory: Path, purge_step: int | None = None) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                f"--tracker tensorboard needs TensorBoard, which cannot be imported ({error}); "
+                "run: pip install 'tandem-train[tensorboard]', or omit --tracker tensorboard"
+            ) from error
+        self._failed = False
+        # torch.utils.tensorboard has no annotations
+        self._writer: Any = None
+        with self._told_once():
+            self._writer = SummaryWriter(log_dir=str(directory), purge_step=purge_step)  # type: ignore[no-untyped-call,unused-ignore]
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Write `values` (name -> number) at `step`."""
+        with self._told_once():
+            for name, value in values.items() if self._writer is not None else ():
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        with self._told_once():
+            if self._writer is not None:
+                self._writer.close()
+
+    @contextmanager
+    def _told_once(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._failed:
+                logger.warning("cannot write TensorBoard events (%s); training continues", error)
+            self._failed = True
