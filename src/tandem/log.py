@@ -22,6 +22,8 @@ from tandem import rotation
 from tandem.errors import ConfigError, text_of
 from tandem.timeouts import SILENCE_SECONDS, SOON_SECONDS
 
+log = logging.getLogger("tandem.start")
+
 LOGGER_NAME = "tandem"
 CLEAR = "\r\x1b[K"
 PLAIN = "\x1b[0m"
@@ -338,7 +340,6 @@ def counted(number: int, noun: str) -> str:
 
 # Log what a slow start is doing: one line when it has been silent, none in a quick start.
 
-log = logging.getLogger("tandem.start")
 
 JOIN_SECONDS = 1.0
 

@@ -65,6 +65,8 @@ def test_a_sound_task_and_one_with_a_part_that_cannot_be_pickled(tasks: Path) ->
 
 @pytest.mark.slow
 def test_data_that_differ_between_ranks_are_named_by_line(tasks: Path, tmp_path: Path) -> None:
+    # More than a pipe holds: the ranks wait for each other, and nobody may wait for one of them alone.
+    tasks.write_text(f"{MISTAKES}\nprint('.' * 200_000)\n")
     settings = Settings().replace(task=f"{tasks}:UnseededRows")
     (found,) = compared(facts_of_ranks(settings, os.environ, tmp_path))
     assert found.level == "wrong" and f"line {line('build_datasets', 'UnseededRows')}: " in found.location

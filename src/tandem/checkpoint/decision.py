@@ -17,6 +17,8 @@ from tandem.config.removed import translated
 from tandem.errors import ConfigError, CorruptCheckpointError
 from tandem.paths import exists, is_directory
 
+log = logging.getLogger("tandem.run")
+
 # Find the checkpoints a user names: a run, its checkpoints directory, or one step. No torch here.
 
 LINKED = "checkpoints is a symbolic link, which tandem does not follow"
@@ -67,8 +69,6 @@ def locate(text: str) -> tuple[CheckpointStore, int | None]:
         raise ConfigError(f"{store.directory} has no checkpoint of step {step}; available steps: {there}")
     return store, step
 
-
-log = logging.getLogger("tandem.run")
 
 # These settings change the order of additions or the kernels, so a resumed run is correct but not equal in
 # every bit.

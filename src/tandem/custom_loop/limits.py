@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader
 from tandem.config import Settings
 from tandem.errors import ConfigError
 
+log = logging.getLogger("tandem.run")
+
 
 def check_settings(settings: Settings) -> None:
     """Raise ConfigError for settings of things that a custom loop does itself."""
@@ -80,7 +82,6 @@ def hints_as_arguments(chosen: Collection[str]) -> Iterator[None]:
 # Such gradients are not checked, and the step's loss is not reported. A hook on each parameter records which
 # backward pass added to its gradient last.
 
-log = logging.getLogger("tandem.run")
 
 # "<" is for frames such as <frozen runpy> and <string>.
 INSTALLED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")

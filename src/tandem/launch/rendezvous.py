@@ -190,10 +190,10 @@ def host_store(placement: Placement) -> TCPStore:
     """Start the store that all agents and ranks use. Raises PeerLostError if its port is taken."""
     try:
         store = serve(placement, placement.master_port)
-        # Before the job's name: other nodes wait for that name, and then only check for a version.
+        # The job's name is last: other nodes wait for it, and then only look whether the rest is there.
         store.set(VERSION_KEY, __version__)
-        store.set(JOB_KEY, placement.job)
         store.set(NODES_KEY, str(placement.nodes))
+        store.set(JOB_KEY, placement.job)
         return store
     except (RuntimeError, ValueError, OSError) as error:
         raise PeerLostError(

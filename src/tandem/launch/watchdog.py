@@ -60,6 +60,8 @@ from tandem.timeouts import (
     WATCHDOG_TICK_SECONDS,
 )
 
+log = logging.getLogger("tandem.watchdog")
+
 # Request stacks from the ranks of a node that hangs, and report which ranks have written them.
 
 
@@ -102,8 +104,6 @@ def _is_stopped(pid: int) -> bool:
 #
 # A task's ranks exchange their times in a collective (`telemetry/stragglers.py`); a script's collectives are
 # its own. See docs/architecture.md#measuring-a-ranks-own-time.
-
-log = logging.getLogger("tandem.watchdog")
 
 
 class SlowRanks:

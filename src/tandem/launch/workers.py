@@ -47,6 +47,8 @@ from tandem.timeouts import (
 )
 from tandem.work.base import any_rank, gpu_index, rank_identity
 
+log = logging.getLogger("tandem.agent")
+
 # Send stop signals to a rank's session, that is, to the rank and the processes that it has started.
 
 LOADER = "pt_data_worker"
@@ -101,8 +103,6 @@ def has_handler(pid: int, number: int) -> bool:
                 return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return False
 
-
-log = logging.getLogger("tandem.agent")
 
 STAYS = (
     "%s has not exited %g s after SIGKILL: it is stuck in the kernel (GPU driver or file system), and "

@@ -48,6 +48,8 @@ from tandem.training.saving import warn_of_unsaved_scores
 from tandem.training.train_state import TrainState, recall
 from tandem.training.weights import saved_at, tensors_in
 
+log = logging.getLogger("tandem.run")
+
 # Implement `tandem eval`: score a checkpoint as a run with any number of ranks would have done.
 
 
@@ -84,9 +86,6 @@ def score(settings: Settings, position: Position, source: str) -> dict[str, floa
     scores = Evaluation(world, strategy, task, model, dataset, size, precision, workers).scores()
     session.close()
     return scores
-
-
-log = logging.getLogger("tandem.run")
 
 
 def run_rank(

@@ -31,6 +31,8 @@ from tandem.run.directory import RunDir
 from tandem.telemetry.journal import write_json_atomic
 from tandem.timeouts import TRACKER_LONGEST_PAUSE_SECONDS, TRACKER_SECONDS
 
+log = logging.getLogger("tandem.tracker")
+
 # Send rows of the journal to MLflow and Weights & Biases; their packages are imported when needed.
 #
 # Their own variables set the server and the credentials: MLFLOW_TRACKING_URI, WANDB_MODE and so on.
@@ -207,8 +209,6 @@ class Wandb:
         self._run.summary.update({"state": state, **summary})
         self._run.finish(exit_code=0 if state == "finished" else int(str(summary.get("exit_code") or 1)))
 
-
-log = logging.getLogger("tandem.tracker")
 
 KILLED = "killed"
 """The state of a launch that reported none."""

@@ -27,6 +27,8 @@ from tandem.platforms.placement import Placement
 from tandem.process import stat_of
 from tandem.timeouts import OWNER_EXPIRY_SECONDS, OWNER_LOOK_SECONDS, OWNER_RENEW_SECONDS
 
+log = logging.getLogger("tandem.run")
+
 # Ownership of a run directory: one launch at a time, with a fencing token that every publication checks.
 #
 #     RUN_DIR/owner/000000007    the owner's record: host, process, start time, and number of renewals
@@ -190,8 +192,6 @@ def check(notes: Notes, run_dir: PurePath, token: Token, note: LeaseRecord | Non
             "To start again, stop the other launch first or use another --run-dir"
         )
 
-
-log = logging.getLogger("tandem.run")
 
 STARTED_ONCE = ("kubeflow-v1", "kubeflow-v2", "jobset", "indexed-job", "compose")
 """Platforms that restart a node only after its last start has ended."""

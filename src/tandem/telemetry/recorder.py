@@ -33,6 +33,8 @@ from tandem.telemetry.metrics import Sample
 from tandem.telemetry.stragglers import Gathering, RankTimes, Stragglers, StragglerWatch
 from tandem.timeouts import PROGRESS_SECONDS
 
+log = logging.getLogger("tandem.run")
+
 # Create samples from a rank's measurements; pure.
 
 
@@ -141,8 +143,6 @@ def save_samples(save: SaveOutcome) -> list[Sample]:
         metrics.CHECKPOINT_LAST_SUCCESS_STEP.set(save.step),
     ]
 
-
-log = logging.getLogger("tandem.run")
 
 MAX_TIMES = 1000
 """Maximum number of step times per message: with rows of 64 ranks, they fit a message of 64 KiB."""

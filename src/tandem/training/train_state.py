@@ -29,6 +29,8 @@ from tandem.training.precision import lay_out
 from tandem.training.resume import ResumePoint, load_state
 from tandem.training.step import Stepper
 
+log = logging.getLogger("tandem.run")
+
 # Save what a task itself remembers between steps, and let it end its run.
 
 REMEMBERING = ("state_dict", "after_evaluation")
@@ -78,9 +80,6 @@ def recall(task: WholeTask, state: Mapping[str, Any]) -> None:
     saved = state.get("task", {})
     if "load_state_dict" in task.own and "state" in saved:
         task.load_state_dict(saved["state"])
-
-
-log = logging.getLogger("tandem.run")
 
 
 class TrainState:
@@ -143,11 +142,7 @@ class TrainState:
             self.planned,
         )
         if world.is_first:
-            if data.workers == "auto":
-                log.info("--workers auto: %s", self._loading())
-            log.info("%s", self.schedule.describe())
-            if unread := self.schedule.without_effect(chosen):
-                log.warning("%s", unread)
+            self._log_choices(data.workers, chosen)
         self.stepper = Stepper(
             world,
             self.strategy,
@@ -180,6 +175,13 @@ class TrainState:
     def shares(self) -> tuple[int, ...]:
         """Samples of each rank in a global batch; empty if the shares are equal."""
         return self._reader.sizes
+
+    def _log_choices(self, workers: object, chosen: Collection[str]) -> None:
+        if workers == "auto":
+            log.info("--workers auto: %s", self._loading())
+        log.info("%s", self.schedule.describe())
+        if unread := self.schedule.without_effect(chosen):
+            log.warning("%s", unread)
 
     def _loading(self) -> str:
         if not takes_workers(self.datasets.train, self.task.collate):

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -206,30 +206,33 @@ def facts_of_ranks(settings: Settings, environ: Mapping[str, str], folder: Path)
     given = folder / "settings.json"
     given.write_text(json.dumps(settings.to_dict()))
     command = [sys.executable, "-m", "tandem.verify.probe", str(given)]
-    started = [
-        subprocess.Popen(
-            [*command, str(rank), str(RANKS), f"file://{folder}/meet"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            # Gloo would otherwise look up the host's name, which may not resolve. The runs use no GPU either.
-            env=safe_path({**environ, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}),
-            preexec_fn=stop_with_parent,
-        )
-        for rank in range(RANKS)
-    ]
-    return [_facts(process) for process in started]
+    # Files, because a rank that fills a pipe while another one's is read waits, and so does the other one.
+    outputs = [folder / f"rank-{rank}.out" for rank in range(RANKS)]
+    with ExitStack() as opened:
+        started = [
+            subprocess.Popen(
+                [*command, str(rank), str(RANKS), f"file://{folder}/meet"],
+                stdin=subprocess.DEVNULL,
+                stdout=opened.enter_context(output.open("w")),
+                stderr=opened.enter_context(output.with_suffix(".err").open("w")),
+                # Gloo would otherwise look up the host's name, which may not resolve. No run uses a GPU.
+                env=safe_path({**environ, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}),
+                preexec_fn=stop_with_parent,
+            )
+            for rank, output in enumerate(outputs)
+        ]
+    return [_facts(process, output) for process, output in zip(started, outputs, strict=True)]
 
 
-def _facts(process: "subprocess.Popen[str]") -> ProbeResults:
+def _facts(process: "subprocess.Popen[bytes]", written: Path) -> ProbeResults:
     try:
-        output, errors = process.communicate(timeout=CHECK_SECONDS)
+        process.wait(CHECK_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
         raise RunFailedError(
             f"a rank did not build its data and model within {CHECK_SECONDS:g} s", FAILED
         ) from None
+    output, errors = (path.read_text(errors="replace") for path in (written, written.with_suffix(".err")))
     if process.returncode != FINISHED:
         raise RunFailedError((errors.strip() or f"code {process.returncode}").splitlines()[-1], FAILED)
     # Only the last line: the task may print its own lines before.
