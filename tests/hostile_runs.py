@@ -364,7 +364,7 @@ def try_all(trial: Trial, runs: Sequence[Path], folder: Path) -> None:
     """Every command over every run."""
     from tandem.report import tracking
 
-    tracking.begin, tracking.check_tracker = Kept, lambda name: None  # type: ignore[assignment]
+    tracking.open_tracker, tracking.check_tracker = Kept, lambda name: None  # type: ignore[assignment]
     listed = trial.call("runs", [str(folder)], folder)
     for number, run in enumerate(runs):
         is_listed = re.search(rf"^run-{number}(?!\d)", listed, re.M) is not None

@@ -53,7 +53,7 @@ class Kept:
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kept:
     there = Kept()
-    monkeypatch.setattr(tracking, "begin", there.begin)
+    monkeypatch.setattr(tracking, "open_tracker", there.begin)
     (tmp_path / "config.json").write_text('{"epochs": 3, "precision": null}')
     return there
 
