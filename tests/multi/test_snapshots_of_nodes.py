@@ -33,19 +33,19 @@ RECORDER = cast(
 
 
 class Learner:
-    """Weights that are equal on all ranks, and running statistics of each rank."""
+    """Weights that are equal on all ranks, and running statistics of each rank (`CheckpointSource`)."""
 
-    keeps_own = False
+    has_per_rank_state = False
 
     def __init__(self, rank: int, differs: bool = True) -> None:
         self.rank, self.differs = rank, differs
         self.step = 0
 
-    def whole(self) -> dict[str, Any]:
+    def full_state(self) -> dict[str, Any]:
         own = {"mean": torch.full((3,), 10.0 * self.step + self.rank)} if self.differs else {}
         return {"model": {"w": torch.full((5, 7), float(self.step)), **own}}
 
-    def rank_zeros(self, state: Any) -> frozenset[int]:
+    def rank_0_indices(self, state: Any) -> frozenset[int]:
         return frozenset({1} if self.differs else ())
 
 
