@@ -148,7 +148,7 @@ def chooses(node: Node) -> dict[str, Any]:
     assert of_rank_zero(found, 4) and (found.slot is None) == (rank == 2)
     # A rank was killed before its snapshot of this step, and another node has it.
     newer = node.saver(learner := Learner(0), found)
-    newer._rank_zeros = None
+    newer._from_rank_0 = None
     learner.step = 5
     if rank == 1:
         newer.snapshot(5, has_lines=False)
