@@ -128,7 +128,7 @@ class TrainState:
         self._ranks_share = parameter_names(self.model)  # before a strategy replaces them
         self.model = self.strategy.shard(self.model)
         check_compilation(compute)
-        # The optimizer is built after spread(), which may replace the parameters that it refers to.
+        # The optimizer is built after shard(), which may replace the parameters that it refers to.
         has_all_gradients = self.strategy.checks_gradients and not exchange.find_unused
         optimizer = build_optimizer(optimization, self.task, self.model, has_all_gradients)
         self._optimizer = self.strategy.shard_optimizer(optimizer)
@@ -143,21 +143,7 @@ class TrainState:
         )
         if world.is_first:
             self._log_choices(data.workers, chosen)
-        self.stepper = Stepper(
-            world,
-            self.strategy,
-            compute,
-            optimization,
-            data.batch_size,
-            run.seed,
-            self.task,
-            self.model,
-            self._optimizer,
-            clock,
-        )
-        self.stepper.samples_of = self.order.samples
-        if isinstance(self.data, ShardedData):
-            self.stepper.may_miss_ranks = len(set(self.data.sharded.sizes)) > 1
+        self.stepper = self._stepper(world, compute, optimization, data.batch_size, run.seed, clock)
         # On GPUs, zeroing needs a kernel per gradient. With unused parameters, an optimizer must skip those
         # without a gradient.
         self.stepper.drops_gradients = world.device.type == "cuda" or exchange.find_unused
@@ -175,6 +161,32 @@ class TrainState:
     def shares(self) -> tuple[int, ...]:
         """Samples of each rank in a global batch; empty if the shares are equal."""
         return self._reader.sizes
+
+    def _stepper(
+        self,
+        world: ProcessGroup,
+        compute: ComputeConfig,
+        optimization: OptimizationConfig,
+        batch_size: int,
+        seed: int,
+        clock: Clock,
+    ) -> Stepper:
+        stepper = Stepper(
+            world,
+            self.strategy,
+            compute,
+            optimization,
+            batch_size,
+            seed,
+            self.task,
+            self.model,
+            self._optimizer,
+            clock,
+        )
+        stepper.samples_of = self.order.samples
+        if isinstance(self.data, ShardedData):
+            stepper.may_miss_ranks = len(set(self.data.sharded.sizes)) > 1
+        return stepper
 
     def _log_choices(self, workers: object, chosen: Collection[str]) -> None:
         if workers == "auto":
