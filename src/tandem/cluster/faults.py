@@ -7,7 +7,7 @@ text once the outcome has occurred, or None before that.
 
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tandem.cluster.engine import Cluster, ClusterError, Node, docker
@@ -143,9 +143,14 @@ def _signal_rank(scene: Scene, number: signal.Signals) -> str:
 
 
 def _kill_node(scene: Scene) -> str:
-    """Kill process 1 from the host's PID namespace; `docker kill` would suspend the restart policy."""
-    scene.cluster.helper("sh", "-c", f"kill -9 {scene.node.pid}", options=["--pid=host"])
+    _kill(scene, [scene.node])
     return f"killed process 1 of node {scene.node.index}"
+
+
+def _kill(scene: Scene, nodes: Sequence[Node]) -> None:
+    """Kill process 1 from the host's PID namespace; `docker kill` would suspend the restart policy."""
+    pids = " ".join(str(node.pid) for node in nodes)
+    scene.cluster.helper("sh", "-c", f"kill -9 {pids}", options=["--pid=host"])
 
 
 def _pause(scene: Scene) -> str:
@@ -213,9 +218,10 @@ def _disk_full(scene: Scene) -> str:
 
 
 def _corrupt(scene: Scene) -> str:
-    """Flip a bit in the newest checkpoint, and kill the node, whose memory has a newer state."""
+    """Flip a bit in the newest checkpoint, and kill all nodes, because each has a newer state in memory."""
     scene.note = int(scene.cluster.inside(scene.node, FLIP_NEWEST, scene.cluster.run_dir))
-    return f"flipped a bit of checkpoint {scene.note} and {_kill_node(scene)}"
+    _kill(scene, scene.cluster.nodes())
+    return f"flipped a bit of checkpoint {scene.note} and killed process 1 of all nodes"
 
 
 def _oom(scene: Scene) -> str:
