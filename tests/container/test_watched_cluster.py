@@ -164,6 +164,11 @@ def test_alerts_fire_in_the_cluster_and_resolve(
     watched.resolves("TandemTargetDown")
 
     cluster.until(lambda: cluster.step() > 0, process, "training again")
+    # A run that Prometheus has never scraped does not wait for it at the end.
+    query, again = "query?query=tandem_global_step", cluster.step()
+    watched.until(
+        lambda: any(float(each["value"][1]) > again for each in watched.ask(query)["result"]), "scrape of it"
+    )
     (tmp_path / "nan").touch()
     watched.fires("TandemLossNotFinite", *nodes)
     code, output = cluster.processes.wait(process, LIMIT)

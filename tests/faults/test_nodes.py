@@ -33,9 +33,9 @@ class Shifted(true):
 if __name__ == "__main__":
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
     from tandem.cli import main
-    from tandem.launch import liveness
+    from tandem.launch import membership
 
-    dynamic_rendezvous.datetime = liveness.datetime = Shifted
+    dynamic_rendezvous.datetime = membership.datetime = Shifted
     time.time = lambda: true_time() + SECONDS
     sys.exit(main())
 """
