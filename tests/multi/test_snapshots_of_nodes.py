@@ -164,7 +164,7 @@ def chooses(node: Node) -> dict[str, Any]:
         found = node.begins()
         assert of_rank_zero(found, step) and found.is_from_memory == (step == 5)
         assert step == 5 or (found.source == "checkpoint" and found.slot is None)
-    # A new start that begins anew forgets what nodes still have.
+    # A start with --resume never ignores the snapshots that nodes still have.
     node.store = CheckpointStore(node.store.directory.with_name("others"))
     assert node.begins(restart=1, resume="never").step == 5, "this launch has trained so far"
     assert node.begins(restart=0, resume="never").step == 0

@@ -114,7 +114,7 @@ def test_restarts_are_counted_over_launches(events: list[dict[str, Any]], counte
     stops = counted.get("preemption", 0)
     assert (restarts.total, restarts.planned_stops) == (sum(counted.values()) - stops, stops)
     registry = Registry()
-    registry.apply(Restarts(events).earlier(anew=False))
+    registry.apply(Restarts(events).earlier(starts_over=False))
     page = registry.page().decode()
     assert f"tandem_planned_stops_total {float(stops)}" in page and 'reason="preemption"} 0.0' in page
 

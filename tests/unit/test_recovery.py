@@ -24,7 +24,7 @@ class Told:
     def __init__(self, plan: RunStarted | None) -> None:
         self.plan, self.events = plan, list[dict[str, Any]]()
 
-    def rank_zeros_step(self) -> int:
+    def rank_0_step(self) -> int:
         return 12
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -100,11 +100,11 @@ def test_ranks_that_were_aborted_after_another_ran_out_of_memory_are_not_the_cau
     assert recovery.with_smaller_batch(ranks[0]) == ranks[0]
     OutOfMemory(prefix, 1, 0, 8, 4).write(store)
     recovery.failed(ranks, {0: 143, 1: 143})
-    assert recovery.short == ""
+    assert recovery.memory_reason == ""
     recovery.failed(ranks, {0: 1, 1: 200})
-    assert recovery.short == ""
+    assert recovery.memory_reason == ""
     recovery.failed(ranks, {0: 134, 1: 200}, aborted={0})
-    why = recovery.short
+    why = recovery.memory_reason
     recovery.trains(1)
     (event,) = view.events
     assert event["kind"] == "recovered" and event["cause"] == why

@@ -354,13 +354,13 @@ def newest_snapshot(regions: Sequence[NodeMemory], among: Collection[int] | None
     """
     slots = whole_slots(regions)
     steps = [step for step in slots if among is None or step in among]
-    return read_slot(regions, max(steps), slots[max(steps)].place) if steps else None
+    return read_slot(regions, max(steps), slots[max(steps)].number) if steps else None
 
 
 class Slot(NamedTuple):
     """A slot with a whole snapshot, and the generation that wrote it."""
 
-    place: int
+    number: int
     generation: int
 
 
@@ -372,10 +372,10 @@ def whole_slots(regions: Sequence[NodeMemory]) -> dict[int, Slot]:
     marks = [{SLOT.unpack_from(head, slot * SLOT.size) for head in heads} for slot in (0, 1)]
     # The marks of all ranks must be equal: the same layout and the same step.
     found = dict[int, Slot]()
-    for place, mark in enumerate(marks):
+    for number, mark in enumerate(marks):
         _, step, generation = max(mark)
         if len(mark) == 1 and step > 0:
-            found[step] = Slot(place, generation)
+            found[step] = Slot(number, generation)
     return found
 
 
@@ -401,8 +401,8 @@ def read_slot(
     skeleton, forms, own = _header(memories[0], starts[0])
     there = homes_by_index(skeleton, homes)
     tensors = [
-        home_or_memory(there.get(place), getattr(torch, dtype), torch.Size(shape))
-        for place, (dtype, shape) in enumerate(forms)
+        home_or_memory(there.get(index), getattr(torch, dtype), torch.Size(shape))
+        for index, (dtype, shape) in enumerate(forms)
     ]
     layout = Layout.of(forms, own, len(regions))
     for rank, memory in enumerate(memories):

@@ -19,7 +19,7 @@ from tandem.data.batch_shares import equal_shares, slice_of
 from tandem.data.seeds import FIRST, GOLDEN, SECOND, derive_seed, derive_seeds
 from tandem.errors import ConfigError
 
-# A permutation of range(n) that is computed instead of stored: any place at any time, forward and back.
+# A permutation of range(n) that is computed instead of stored: any position at any time, in both directions.
 #
 # A Feistel network permutes the numbers of a few bits, whatever its round function is. A number that leaves
 # range(n) is permuted again until it returns (cycle walking). From 100 numbers on, statistical tests find no
@@ -42,12 +42,12 @@ class Permutation:
         self._widths = bits // 2, bits - bits // 2
         self._keys = [numpy.uint64(derive_seed(key, number)) for number in range(ROUNDS)]
 
-    def at(self, places: Numbers) -> Numbers:
-        """Return the numbers at `places`, int64 of the same shape. Raises IndexError outside of range(n)."""
-        return self._walked(places, self._forward)
+    def at(self, positions: Numbers) -> Numbers:
+        """Return the numbers at `positions`, int64 in the same shape. Raises IndexError outside range(n)."""
+        return self._walked(positions, self._forward)
 
     def inverse(self, numbers: Numbers) -> Numbers:
-        """Return the places of `numbers`; otherwise like `at`."""
+        """Return the positions of `numbers`; otherwise like `at`."""
         return self._walked(numbers, self._backward)
 
     def _walked(self, values: Numbers, once: Callable[[Numbers], Numbers]) -> Numbers:
@@ -146,25 +146,25 @@ class GlobalOrder:
         """Return the 0-based epoch and the int64 indices [B] of the global batch of 0-based step `step`."""
         return self.indices(step, slice(None))
 
-    def indices(self, step: int, places: slice) -> tuple[int, Tensor]:
-        """Return the epoch and only those indices that are at `places` of the global batch."""
+    def indices(self, step: int, positions: slice) -> tuple[int, Tensor]:
+        """Return the epoch and only those indices that are at `positions` of the global batch."""
         epoch, position = divmod(step, self.steps_per_epoch)
         if self.algorithm == TORCH:
             start = position * self.batch_size
-            return epoch, self._permutation(epoch)[start : start + self.batch_size][places].long()
-        mine = range(self.batch_size)[places]
-        steps = min(STEPS_AT_ONCE, max(1, BLOCK // max(1, len(mine))))
+            return epoch, self._permutation(epoch)[start : start + self.batch_size][positions].long()
+        own = range(self.batch_size)[positions]
+        steps = min(STEPS_AT_ONCE, max(1, BLOCK // max(1, len(own))))
         first = position - position % steps
-        key = (epoch, first, mine)
+        key = (epoch, first, own)
         if self._ahead is None or self._ahead[0] != key:
             begins = numpy.arange(first, min(first + steps, self.steps_per_epoch)) * self.batch_size
-            of_batch = numpy.arange(mine.start, mine.stop, mine.step)
+            of_batch = numpy.arange(own.start, own.stop, own.step)
             self._ahead = key, self._computed(epoch, begins[:, None] + of_batch)
         return epoch, self._ahead[1][position - first]
 
-    def _computed(self, epoch: int, places: Numbers) -> Tensor:
-        """Return the indices at `places` of an epoch, without the rest of its order."""
-        return torch.from_numpy(Permutation(self.n, derive_seed(self.seed, epoch)).at(places))
+    def _computed(self, epoch: int, positions: Numbers) -> Tensor:
+        """Return the indices at `positions` of an epoch, without the rest of its order."""
+        return torch.from_numpy(Permutation(self.n, derive_seed(self.seed, epoch)).at(positions))
 
     def _permutation(self, epoch: int) -> Tensor:
         if self._cached is None or self._cached[0] != epoch:
@@ -208,7 +208,7 @@ class TrainBatches:
         self.order = order
         self.start_step = start_step
         self.stop_step = stop_step
-        self.places = slice_of(sizes, rank)
+        self.positions = slice_of(sizes, rank)
         """The positions of this rank's samples in a global batch."""
         self.share_size = sizes[rank]
         """Samples of this rank in every step."""
@@ -233,7 +233,7 @@ class TrainBatches:
 
     def _parts(self) -> Iterator[tuple[int, Tensor, int]]:
         for step in range(self.start_step, self.stop_step):
-            epoch, share = self.order.indices(step, self.places)
+            epoch, share = self.order.indices(step, self.positions)
             for part in share.tensor_split(self._micro_steps) if self._micro_steps > 1 else (share,):
                 yield epoch, part, step
 
@@ -271,8 +271,8 @@ class WeightedOrder(GlobalOrder):
         generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
         return self._hit(torch.rand(self.n, generator=generator, dtype=torch.float64))
 
-    def _computed(self, epoch: int, places: Numbers) -> Tensor:
-        seeds = derive_seeds(derive_seed(self.seed, epoch, 0, DRAWS), torch.from_numpy(places))
+    def _computed(self, epoch: int, positions: Numbers) -> Tensor:
+        seeds = derive_seeds(derive_seed(self.seed, epoch, 0, DRAWS), torch.from_numpy(positions))
         return self._hit((seeds >> 10).double() / 2**53)
 
     def _hit(self, points: Tensor) -> Tensor:

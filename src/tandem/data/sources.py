@@ -201,7 +201,7 @@ class StreamedData:
                 if step == start or position == 0:
                     self._open(epoch, indices.start)
                 samples = [self._next(epoch, index) for index in indices]
-                batches = self._share(step, indices, samples, cut.places, cut.micro_sizes(step))
+                batches = self._share(step, indices, samples, cut.positions, cut.micro_sizes(step))
             # The block above has ended: the step that runs now must find the generators as they were.
             yield [moved(batch, self._reader.device) for batch in batches]
 

@@ -61,8 +61,8 @@ def _broadcast_bytes_of(world: ProcessGroup, tensor: Tensor, source: int) -> Non
 class Rank0Values:
     """Sends tensors that only rank 0 has right to all ranks, in one broadcast.
 
-    The first 24 bytes are rank 0's word for all ranks: how many bytes follow, which forms the tensors have,
-    and in how many snapshots it sends again. A rank whose tensors have other forms therefore takes part, too.
+    The first 24 bytes tell all ranks how many bytes follow, which forms the tensors have, and in how many
+    snapshots rank 0 sends again. A rank whose tensors have other forms therefore takes part, too.
     """
 
     def __init__(self, world: ProcessGroup) -> None:
@@ -80,10 +80,7 @@ class Rank0Values:
         return self._wait <= 0
 
     def send(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return rank 0's values of `tensors`, or None if they have another form there. All ranks call this.
-
-        They are in memory that the next call overwrites.
-        """
+        """Return rank 0's values of `tensors`, or None if their forms differ there. All ranks call this."""
         began = time.monotonic()
         forms = [form_of(each) for each in tensors]
         if forms != self._forms:

@@ -193,12 +193,12 @@ class NodeAgent(SimpleElasticAgent):
                 return PEER_LOST, again.text
             # A lack of memory is charged to no node: the micro-batch can be halved only a few times.
             # Charge any other failure to one node only; see `_is_to_blame`.
-            if not self._recovery.short and self._is_to_blame(code):
+            if not self._recovery.memory_reason and self._is_to_blame(code):
                 self._budget.incidents += 1
             if self._budget.is_spent:
                 return KILLED if self._stop else PEER_LOST, f"{self._budget} is spent: {how}"
             log.warning("%s; restarting all ranks (generation %d)", how, self._restart + 2)
-            if not self._recovery.short:
+            if not self._recovery.memory_reason:
                 self._repeats.ended(code, self._positions, codes)
 
     def _same_hang_again(self) -> Alarm | None:
@@ -221,7 +221,7 @@ class NodeAgent(SimpleElasticAgent):
         if self._cause is not None:
             return str(self._cause) if self._cause.code == PEER_LOST else self._cause.in_one_line()
         # The codes are those of ranks that this agent has killed, or of any that lost a peer.
-        if known := self._known_cause() or self._recovery.short:
+        if known := self._known_cause() or self._recovery.memory_reason:
             return known
         shown = {PEER_LOST: f"{PEER_LOST} (lost other ranks)"}
         ends = (shown.get(each, str(each)) for each in sorted(set(codes.values())))

@@ -46,7 +46,7 @@ class Recovery:
         self._keys = list[str]()
         self._is_aborted = False
         self._why = ""
-        self.short = ""
+        self.memory_reason = ""
         """Which rank ran out of memory, and what follows; "" if that did not end the last generation."""
 
     def failed(
@@ -63,8 +63,8 @@ class Recovery:
         """
         first = positions[0]
         prefix = f"{first.store[2] if first.store else ''}/killed/"
-        self._since, self._step = time.monotonic(), self._node.view.rank_zeros_step()
-        self.short = ""
+        self._since, self._step = time.monotonic(), self._node.view.rank_0_step()
+        self.memory_reason = ""
         self._keys = [f"{prefix}{node}" for node in range(first.nodes)]
         # Only if all others lost their peers: a rank that failed by itself explains the abort.
         self._is_aborted = bool(aborted) and all(
@@ -81,8 +81,8 @@ class Recovery:
                 self._store.set(f"{prefix}{first.node_rank}", json.dumps(killed))
             # A rank that failed by itself explains the end of the others.
             if not any(code is not None and is_own(code) for code in codes.values()):
-                self.short = self.out_of_memory(positions)
-        self._why = why or self.short
+                self.memory_reason = self.out_of_memory(positions)
+        self._why = why or self.memory_reason
 
     def has_lost_others(self, seconds: float = OTHERS_SECONDS) -> bool:
         """Return whether the ranks here were aborted because a rank of another node was killed or failed.
@@ -206,7 +206,7 @@ class Repeats:
         with contextlib.suppress(RuntimeError):  # the store is gone, and so are its readers
             serialized = [[cause.to_json(), where] for cause, where in own_causes]
             self._store.set(f"{prefix}{first.node_rank}", json.dumps(serialized))
-        this = code, self._node.view.rank_zeros_step()
+        this = code, self._node.view.rank_0_step()
         is_same = this == self._last
         self._last = this
         if is_same and first.node_rank == 0:

@@ -221,7 +221,7 @@ class NodeView:
         Times are Unix seconds, durations are seconds.
         """
         healthy, says = health.judge(self._health(), time.time())
-        step = self.rank_zeros_step()
+        step = self.rank_0_step()
         rate = self._done.samples_per_second
         planned = self.plan.steps_planned if self.plan is not None else None
         left = (planned - step) * self._settings.data.batch_size / rate if planned and rate > 0 else None
@@ -331,7 +331,7 @@ class NodeView:
         """How often ranks were restarted in this run, in this launch and earlier ones."""
         return self._restarts.total
 
-    def rank_zeros_step(self) -> int:
+    def rank_0_step(self) -> int:
         """Return the number of steps that rank 0 had finished at its last heartbeat."""
         return self._beats[0].step if 0 in self._beats else 0
 
@@ -351,7 +351,7 @@ class NodeView:
             self._health_file.write(self._health())
 
     def _summary(self, state: str, code: int, reason: str) -> dict[str, object]:
-        step = (code == STOPPED and newest_step(self._run.checkpoints)) or self.rank_zeros_step()
+        step = (code == STOPPED and newest_step(self._run.checkpoints)) or self.rank_0_step()
         return {
             "state": state,
             "exit_code": code,

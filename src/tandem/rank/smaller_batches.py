@@ -21,7 +21,7 @@ log = logging.getLogger("tandem.run")
 OF_ONE_SAMPLE = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
 
 
-class Retreat:
+class OutOfMemoryHandler:
     """What a rank does when its training runs out of memory.
 
     `data` has the micro-batch size that is used, and `shares` each rank's samples in a batch, empty if equal.

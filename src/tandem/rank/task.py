@@ -31,7 +31,7 @@ from tandem.errors import (
 )
 from tandem.log import log_if_slow
 from tandem.rank.session import RankSession
-from tandem.rank.smaller_batches import Retreat
+from tandem.rank.smaller_batches import OutOfMemoryHandler
 from tandem.signals import StopFlag
 from tandem.tasks.base import WholeTask, load_task, task_class
 from tandem.tasks.build import datasets_of, model_of
@@ -206,8 +206,8 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
     if session.position.restart == 0 and event_schedule.cadences["eval"].unit != "never":
         with log_if_slow("testing the evaluation"):
             evaluation.dry_run()
-    retreat = Retreat(session, data, train_state.shares, train_state.model)
-    training = _training(session, train_state, partial(retreat.scores, evaluation.scores), stop)
+    handler = OutOfMemoryHandler(session, data, train_state.shares, train_state.model)
+    training = _training(session, train_state, partial(handler.scores, evaluation.scores), stop)
     session.begin_run(train_state.model)
     beginning = session.beginning
     planned = train_state.planned
@@ -215,7 +215,7 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
     with saver, log_if_slow(first) if world.is_first else nullcontext():
         # After the task has ended a run, another --steps or --epochs continues it.
         saver.is_end = beginning.ended_of == planned
-        with retreat.watching():
+        with handler.watching():
             if beginning.owes_evaluation:
                 repeat_evaluation(training)
             with closing(cast("Generator[Any, None, None]", training.batches)):  # ends an open profile

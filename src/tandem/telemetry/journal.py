@@ -51,9 +51,9 @@ class Restarts:
         """How often the run was stopped by a signal with everything saved, and then started again."""
         return self.by_reason[PLANNED]
 
-    def earlier(self, anew: bool) -> list[Sample]:
-        """Return the counts that a launch continues; empty with `anew`, or if the run had finished."""
-        if anew or self._is_over:
+    def earlier(self, starts_over: bool) -> list[Sample]:
+        """Return the counts that a launch continues; empty if it starts over, or if the run had finished."""
+        if starts_over or self._is_over:
             self.by_reason.clear()
         return [restarts_sample(why, count) for why, count in self.by_reason.items()]
 

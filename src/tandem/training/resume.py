@@ -101,15 +101,15 @@ def begin(
     found = _Found(0)
     position = world.position
     slots = _own_slots(position) if own else {}
-    here = _Held.by(position, slots)
-    there = [_Held(**told) for told in world.gather_json(here._asdict())]
+    here = _NodeSnapshots.by(position, slots)
+    there = [_NodeSnapshots(**told) for told in world.gather_json(here._asdict())]
     if world.is_first and decision.kind == "complete":
         found = _Found(COMPLETE)
     elif world.is_first:
         store.open_for_writing()
-        # This start of the first node is to begin elsewhere, whatever other nodes still have.
-        begins_anew = config.resume == "never" or decision.moved_to is not None
-        best = None if begins_anew and position.restart == 0 else _best(there, has_own=bool(own))
+        # The run restarts from another state, so snapshots that other nodes still have do not count.
+        starts_over = config.resume == "never" or decision.moved_to is not None
+        best = None if starts_over and position.restart == 0 else _best(there, has_own=bool(own))
         found = _newest(store, best, decision, recorder, homes)
     parts: list[dict[str, Any]] = found.state.pop(PER_RANK, []) if found.state else []
     named = sorted({name for part in parts for name in part})
@@ -135,8 +135,8 @@ def begin(
         if world.is_first:
             where = "" if slot is not None else f" of node {there[holder].node}"
             log.info("resuming from step %s (in-memory snapshot%s)", f"{step:,}", where)
-        own_slot = slots[step].place if own else None
-        own_state = read_slot(position.own_memories, step, slots[step].place).state[PER_RANK] if own else {}
+        own_slot = slots[step].number if own else None
+        own_state = read_slot(position.own_memories, step, slots[step].number).state[PER_RANK] if own else {}
     else:
         state = broadcast_state(world, state, homes) if world.size > 1 else state
         own_state = _own_state_of(world, parts, count, named, own, redistribute)
@@ -158,7 +158,7 @@ def begin(
     )
 
 
-class _Held(NamedTuple):
+class _NodeSnapshots(NamedTuple):
     """What the node of a rank has in its memory, as ranks tell each other.
 
     `snapshots`: {step as text: [slot, generation, digest of the skeleton]}. `own`: {step: generation} of the
@@ -170,11 +170,11 @@ class _Held(NamedTuple):
     own: dict[str, int]
 
     @classmethod
-    def by(cls, position: Position, own: Mapping[int, Slot]) -> "_Held":
+    def by(cls, position: Position, own: Mapping[int, Slot]) -> "_NodeSnapshots":
         """Return what this rank has."""
         regions = position.shared_memories
         found = {
-            str(step): [*slot, skeleton_digest(regions[0], slot.place)]
+            str(step): [*slot, skeleton_digest(regions[0], slot.number)]
             for step, slot in whole_slots(regions).items()
         }
         return cls(position.node_rank, found, {str(step): slot.generation for step, slot in own.items()})
@@ -185,7 +185,7 @@ class _Held(NamedTuple):
         return tuple(identity) or None
 
 
-def _best(there: Sequence[_Held], has_own: bool) -> tuple[int, int] | None:
+def _best(there: Sequence[_NodeSnapshots], has_own: bool) -> tuple[int, int] | None:
     """Return (step, lowest rank that has it) of the newest snapshot of any node, or None.
 
     With `has_own`, it counts only if every rank still has its own values of that step.
@@ -200,7 +200,7 @@ def _best(there: Sequence[_Held], has_own: bool) -> tuple[int, int] | None:
 
 
 def _from_memory(
-    world: ProcessGroup, there: Sequence[_Held], holder: int, step: int, homes: Mapping[str, Tensor]
+    world: ProcessGroup, there: Sequence[_NodeSnapshots], holder: int, step: int, homes: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], int | None]:
     """Return the state of the snapshot that rank `holder` has, and the slot of this node that has it, if any.
 
@@ -221,7 +221,7 @@ def _own_slots(position: Position) -> dict[int, Slot]:
     regions = position.own_memories
     me = [position.rank, position.world_size]
     return {
-        s: slot for s, slot in whole_slots(regions).items() if skeleton_in(regions[0], slot.place)[OF] == me
+        s: slot for s, slot in whole_slots(regions).items() if skeleton_in(regions[0], slot.number)[OF] == me
     }
 
 

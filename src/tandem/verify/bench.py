@@ -199,7 +199,7 @@ def _run(
         "--metrics": 0,
         "--metrics-linger": 0,
         "--progress": "off",
-        # `root_cause.last_error` finds the reason of a failed run in lines of text.
+        # `work.base.last_error` finds the reason of a failed run in lines of text.
         "--log-format": "text",
     }
     words = [str(word) for pair in flags.items() for word in pair]
