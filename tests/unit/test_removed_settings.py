@@ -25,8 +25,8 @@ def line_of(error: pytest.ExceptionInfo[ConfigError], label: str, name: str, for
     assert not name or form in text, text
 
 
-def test_there_are_at_most_70_settings_and_none_is_also_removed() -> None:
-    assert len(SETTINGS) <= 70, "at most 70 settings: CONTRIBUTING.md says what to do instead of adding one"
+def test_there_are_at_most_73_settings_and_none_is_also_removed() -> None:
+    assert len(SETTINGS) <= 73, "at most 73 settings: CONTRIBUTING.md says what to do instead of adding one"
     assert not REMOVED.keys() & SETTINGS.keys()
     assert all(not row.name or row.name in SETTINGS for row in [*REMOVED.values(), *REMOVED_VALUES.values()])
 
