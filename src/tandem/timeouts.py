@@ -163,6 +163,20 @@ LEFT_POLL_SECONDS = 0.02
 MEETING_FILE_SECONDS = 600.0
 """Ranks of one start write the file that connects them within this time (distributed/group_store.py)."""
 
+# Spares (launch/spares.py)
+
+SPARE_BEAT_SECONDS = 0.1
+"""Between two reports of a node that its agent lives, in a job with spares. Longer among many nodes."""
+SPARE_BEATS_MISSED = 10
+"""While the others wait for a node, so many missed reports give its place to a spare.
+
+A node that was only slow becomes a spare, and nothing is lost; an earlier exchange would be needless.
+"""
+SPARE_WARM_SECONDS = 2.0
+"""Until a waiting node forks its standby processes: the ranks of a generation that starts need the cores."""
+SPARES_LEAVE_SECONDS = 3.0
+"""How long node 0 waits at the end until all spares have read the job result: they read it every 0.1 s."""
+
 # The lease on a run directory (run/lease.py)
 
 OWNER_RENEW_SECONDS = 5.0

@@ -139,6 +139,6 @@ def test_a_run_is_finished_when_its_last_step_is_saved(tmp_path: Path) -> None:
 
 def test_a_world_smaller_than_asked_for_never_opens() -> None:
     asked = Placement("by-hand", 2, 0, None, "127.0.0.1", 1)
-    check_all_are_in(asked, 2)
+    check_all_are_in(asked, 2, 0)
     with pytest.raises(StoreLostError, match="1 of 2 nodes"):
-        check_all_are_in(asked, 1)
+        check_all_are_in(asked, 1, 0)

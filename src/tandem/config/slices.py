@@ -172,6 +172,7 @@ class LaunchConfig:
     )
     nproc: Auto | Count = setting("auto", "ranks per node; auto: one per GPU, else 1")
     elastic: NodeRange | None = setting(None, "train with MIN to MAX nodes")
+    spares: Natural = setting(0, "how many more nodes wait to take the place of a lost one")
     master_timeout: Positive = setting(
         300.0, "seconds to wait for the master and all nodes, and then for all ranks to connect"
     )

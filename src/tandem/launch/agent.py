@@ -23,6 +23,7 @@ from tandem.launch.rendezvous import (
 )
 from tandem.launch.rendezvous_state import paces
 from tandem.launch.secret import SECRET
+from tandem.launch.spares import PlaceLostError, Places, places_of
 from tandem.launch.watchdog import SlowRanks, Watchdog
 from tandem.timeouts import LEAVE_SECONDS
 from tandem.torch_private import hasten_rendezvous
@@ -68,9 +69,11 @@ def run_agent(node: NodeContext) -> AgentReport:
     node.view.on_heartbeat = watchdog.record_heartbeat
     watchdog.on_beats = SlowRanks(node.view.receive, node.view.event).look
     watchdog.start()
+    places = places_of(node)
     try:
-        report = replace(_run_connections(node, watchdog, server), store=server)
+        report = replace(_run_connections(node, watchdog, server, places), store=server)
     finally:
+        places.end(server)
         watchdog.close(server)
         node.workers.end_standby()
     # Node 0 has the log with the cause, and a platform cleans up when the first container exits. A node that
@@ -80,7 +83,9 @@ def run_agent(node: NodeContext) -> AgentReport:
     return report
 
 
-def _run_connections(node: NodeContext, watchdog: Watchdog, server: TCPStore | None) -> AgentReport:
+def _run_connections(
+    node: NodeContext, watchdog: Watchdog, server: TCPStore | None, places: Places
+) -> AgentReport:
     """Run one agent per connection to the store; rejoin the rendezvous when the connection is lost."""
     budget = RestartBudget(node.config.max_restarts)
     patience = node.config.master_timeout
@@ -91,8 +96,13 @@ def _run_connections(node: NodeContext, watchdog: Watchdog, server: TCPStore | N
             if not is_admitted(store, node.placement, patience, node.stop, was_in=budget.generations > 0):
                 # Node 0 exited while this node waited to be let in; connect to its successor.
                 continue
-            agent = NodeAgent(node, store, watchdog, budget)
+            agent = NodeAgent(places.take(node, store, watchdog), store, watchdog, budget, places)
             code, reason = agent.run_generations()
+        except PlaceLostError:
+            node.workers.kill()
+            if agent is not None:
+                agent.abandon()
+            continue
         except StopRequestedError:
             # 137, not 143: a stop during the rendezvous saves nothing, and 143 promises a checkpoint.
             code = KILLED
@@ -121,7 +131,7 @@ def _run_connections(node: NodeContext, watchdog: Watchdog, server: TCPStore | N
             node.workers.kill()
             if agent is not None:
                 agent.abandon()
-            if not watchdog.has_trained:
+            if not watchdog.has_trained and (agent is not None or not node.placement.spares):
                 # After a finished step, the loss of the store is node 0's failure and is charged there.
                 # Before one, the same cause would recur at every attempt, so it has to spend this node's
                 # budget.

@@ -85,8 +85,9 @@ def _launch(flags: Flags, environ: Environment, program: Program | None) -> int:
     placement = with_port(placement)
     if placement.starts_all and placement.nodes > 1:
         return simulate(run, settings, placement, as_flags(flags), environ, stop, work)
+    started = placement.nodes + placement.spares
     if per_node := environ.get("TANDEM_COMPOSE_GPUS"):
-        os.environ.update(share_of_replica(gpus_of(environ), per_node, placement.node_rank, placement.nodes))
+        os.environ.update(share_of_replica(gpus_of(environ), per_node, placement.node_rank, started))
     is_here = placement.node_rank == 0 and (placement.starts_all or placement.nodes_share_host)
     is_shown = is_here and settings.telemetry.log_format != "json" and not is_quiet()
     header = where(run, work.saves) if is_shown else ""

@@ -91,11 +91,16 @@ def agreed(store: Any, key: str, form: str) -> str:
     return text
 
 
-def check_all_are_in(placement: Placement, nodes: int) -> None:
+def check_all_are_in(placement: Placement, nodes: int, node_rank: int) -> None:
     """Raise StoreLostError if a rendezvous of `nodes` nodes is not what the job asked for.
+
+    `node_rank` is the one that the rendezvous gave this node. With spares, a node that has just lost its
+    place may have joined instead of another.
 
     The caller then rejoins the rendezvous.
     """
     if placement.elastic is None and nodes != placement.nodes:
         asked = f"{nodes} of {placement.nodes} nodes"
         raise StoreLostError(f"the rendezvous started with {asked}, but all are required")
+    if placement.spares and node_rank != placement.node_rank:
+        raise StoreLostError(f"two nodes have joined for one place before node {placement.node_rank}")

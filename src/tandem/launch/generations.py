@@ -33,7 +33,6 @@ from tandem.errors import (
     KILLED,
     PEER_LOST,
     STOPPED,
-    StuckError,
     is_own,
     was_killed,
 )
@@ -53,7 +52,15 @@ from tandem.launch.rendezvous import (
     stay_until_all_left,
 )
 from tandem.launch.rendezvous_state import check_all_stay, handler_of, others_live, paces, who_is_here
-from tandem.launch.shutdown import Stopping, await_other_nodes, cause_in, is_time_to_save, leave_cause
+from tandem.launch.shutdown import (
+    Stopping,
+    await_end_of_ranks,
+    await_other_nodes,
+    cause_in,
+    is_time_to_save,
+    leave_cause,
+)
+from tandem.launch.spares import Places
 from tandem.launch.watchdog import Watchdog, gather_stacks
 from tandem.signals import forwarded_as
 from tandem.telemetry.hangs import Alarm
@@ -75,8 +82,11 @@ log = logging.getLogger("tandem.agent")
 class NodeAgent(SimpleElasticAgent):
     """One connection to the agents' store, and the generations that this node takes part in through it."""
 
-    def __init__(self, node: NodeContext, store: TCPStore, watchdog: Watchdog, budget: RestartBudget) -> None:
+    def __init__(
+        self, node: NodeContext, store: TCPStore, watchdog: Watchdog, budget: RestartBudget, places: Places
+    ) -> None:
         self._node = node
+        self._places = places
         self._root = store
         self._watchdog = watchdog
         self._budget = budget
@@ -95,7 +105,10 @@ class NodeAgent(SimpleElasticAgent):
         self._recovery = Recovery(node, store)
         self._departures = Departures(node.placement, store)
         self._repeats = Repeats(node, store)
-        self._handler = handler = handler_of(node.placement, store, node.config, self._before_poll)
+        name = places.address(node.placement)
+        self._handler = handler = handler_of(
+            node.placement, store, node.config, self._before_poll, name, places.is_gone
+        )
         spec = WorkerSpec(
             role="default",
             local_world_size=node.nproc,
@@ -127,13 +140,14 @@ class NodeAgent(SimpleElasticAgent):
 
     def _run_generations(self) -> tuple[int, str]:
         while True:
-            self._await_end_of_last()
+            await_end_of_ranks(self._node)
             self._joining = True
             self._waiting_since = running_clock.now()
             self._next_word = 1.0
             only_saves = bool(self._stop)
             if self._budget.generations:
                 self._node.view.rejoining()
+            self._places.joins()
             try:
                 self._initialize_workers(self._worker_group)
             except StopRequestedError:
@@ -143,6 +157,7 @@ class NodeAgent(SimpleElasticAgent):
                     raise
                 return STOPPED, f"stopped by {self._stop.name} after all ranks had saved for a departing node"
             self._joining = False
+            self._places.has_joined()
             self._hang = None
             self._has_saved = False
             self._ended_elsewhere_since: float | None = None
@@ -195,6 +210,8 @@ class NodeAgent(SimpleElasticAgent):
             # Charge any other failure to one node only; see `_is_to_blame`.
             if not self._recovery.memory_reason and self._is_to_blame(code):
                 self._budget.incidents += 1
+                if self._hang is not None or (code != PEER_LOST and not self._recovery.has_lost_others()):
+                    self._places.charge(self._root)
             if self._budget.is_spent:
                 return KILLED if self._stop else PEER_LOST, f"{self._budget} is spent: {how}"
             log.warning("%s; restarting all ranks (generation %d)", how, self._restart + 2)
@@ -320,23 +337,9 @@ class NodeAgent(SimpleElasticAgent):
             log.info("%s", where)
         return PEER_LOST
 
-    def _await_end_of_last(self) -> None:
-        """Wait until no process of the last generation is left; `Workers.kill` has reported those that are.
-
-        A process that is stuck in the kernel may hold a GPU's memory or a port that the next generation
-        needs. Raises StuckError if it is still there after --master-timeout.
-        """
-        deadline = time.monotonic() + self._node.config.master_timeout
-        while left := self._workers.left():
-            if self._stop:
-                raise StopRequestedError
-            if time.monotonic() > deadline:
-                raise StuckError(f"{', '.join(map(str, left))} cannot be killed; reboot this machine")
-            self._node.lease.check()
-            time.sleep(MEMBERSHIP_SECONDS)
-
     def _is_over(self) -> bool:
         """Return whether these ranks have to end: nodes wait to be let in, or the job has ended elsewhere."""
+        self._places.check(self._root)
         return self._nodes_waiting() or self._has_ended_elsewhere()
 
     def _has_ended_elsewhere(self) -> bool:
@@ -373,6 +376,7 @@ class NodeAgent(SimpleElasticAgent):
             raise StopRequestedError
         self._node.lease.check()
         check_job_result(self._root, self._is_done)
+        self._places.check(self._root)
         waited = running_clock.now() - self._waiting_since
         if waited > self._next_word:
             self._next_word = waited + WAITING_WORD_SECONDS
@@ -455,7 +459,7 @@ class NodeAgent(SimpleElasticAgent):
         if self._work.has_own_store and group.group_rank == 0:
             self._meeting, address = self._node.endpoint.host_for_ranks()
             group.store.set("tandem/master", address)
-        check_all_are_in(placement, group.group_world_size)
+        check_all_are_in(placement, group.group_world_size, group.group_rank)
         # The first node of the round reads its own state and decides for all, so that every node handles a
         # stop in the same way.
         progress = self._work.progress(self._node.view.plan is not None, self._node.resume)

@@ -37,6 +37,8 @@ REASON_CHARACTERS = 400
 RUN_ID = "tandem"
 JOB_RESULT_KEY = "tandem/verdict"
 LEFT_KEY = "tandem/left"
+END_KEY = "tandem/end"
+"""Node 0 sets it when its result is final; spares believe a success only then."""
 JOB_KEY = "tandem/job"
 VERSION_KEY = "tandem/version"
 NODES_KEY = "tandem/nodes"

@@ -8,7 +8,7 @@ import json
 import logging
 import pickle
 from collections.abc import Callable
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -51,8 +51,15 @@ class WatchfulBackend(RendezvousBackend):
     this node's own clock (`membership.py`). An invalid or missing state is replaced by the last valid one.
     """
 
-    def __init__(self, store: TCPStore, last_call: LastCall, before_poll: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        store: TCPStore,
+        last_call: LastCall,
+        before_poll: Callable[[], None],
+        is_gone: Callable[[str], bool] = lambda address: False,
+    ) -> None:
         self._store = store
+        self._is_gone = is_gone
         self._before_poll = before_poll
         self._clock = OwnClock(last_call)
         self._last = NO_STATE
@@ -102,14 +109,29 @@ class WatchfulBackend(RendezvousBackend):
                 found = self._replace(found, self._last)
                 continue
             self._last = found
-            return pickle.dumps(self._clock.received(state)), found
+            state = self._clock.received(state)
+            # The engine removes a node without a recent heartbeat.
+            state.last_heartbeats |= {
+                node: datetime.fromtimestamp(0, UTC)
+                for node in state.last_heartbeats
+                if self._is_gone(node.addr)
+            }
+            return pickle.dumps(state), found
         raise RendezvousConnectionError("the rendezvous state in the store is invalid, again and again")
 
 
 def handler_of(
-    placement: Placement, store: TCPStore, asked: LaunchConfig, before_poll: Callable[[], None]
+    placement: Placement,
+    store: TCPStore,
+    asked: LaunchConfig,
+    before_poll: Callable[[], None],
+    address: str | None = None,
+    is_gone: Callable[[str], bool] = lambda address: False,
 ) -> DynamicRendezvousHandler:
-    """Return torch's rendezvous handler for the nodes of this job, with the timeouts of `asked`."""
+    """Return torch's rendezvous handler for the nodes of this job, with the timeouts of `asked`.
+
+    `address` is this node's name there. Nodes whose name `is_gone` count as dead at once.
+    """
     low, high = placement.elastic or (placement.nodes, placement.nodes)
     timeout = LastCall(asked.master_timeout)
     pace = paces(high)
@@ -117,10 +139,10 @@ def handler_of(
     handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
         RUN_ID,
         store,
-        WatchfulBackend(store, timeout, before_poll),
+        WatchfulBackend(store, timeout, before_poll, is_gone),
         low,
         high,
-        local_addr=f"{placement.node_rank:06d}.{placement.local_name}",
+        local_addr=address or f"{placement.node_rank:06d}.{placement.local_name}",
         timeout=timeout,
         **handler_pace(pace.alive_seconds, KEEP_ALIVE_ATTEMPTS, pace.backoff_seconds),
     )

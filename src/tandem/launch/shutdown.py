@@ -12,7 +12,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from tandem import running_clock
 from tandem.distributed.position import Position
-from tandem.errors import FINISHED, KILLED, PEER_LOST, STOPPED
+from tandem.errors import FINISHED, KILLED, PEER_LOST, STOPPED, StuckError
 from tandem.launch.node_context import NodeContext
 from tandem.launch.rendezvous import (
     JOB_RESULT_KEY,
@@ -25,6 +25,7 @@ from tandem.launch.rendezvous_state import others_live
 from tandem.timeouts import (
     LEAVE_SECONDS,
     MEET_TO_SAVE_SECONDS,
+    MEMBERSHIP_SECONDS,
     MONITOR_SECONDS,
     START_STOP_SECONDS,
     WAITING_WORD_SECONDS,
@@ -47,6 +48,22 @@ def is_time_to_save(node: NodeContext, has_trained: bool, waits_since: float | N
     if waits_since is not None and now - max(waits_since, node.stop.at) > MEET_TO_SAVE_SECONDS:
         return False
     return now - node.stop.at < node.config.shutdown_timeout
+
+
+def await_end_of_ranks(node: NodeContext) -> None:
+    """Wait until no process of the last generation is left; `Workers.kill` has reported those that are.
+
+    A process that is stuck in the kernel may hold a GPU's memory or a port that the next generation
+    needs. Raises StuckError if it is still there after --master-timeout, and StopRequestedError.
+    """
+    deadline = time.monotonic() + node.config.master_timeout
+    while left := node.workers.left():
+        if node.stop:
+            raise StopRequestedError
+        if time.monotonic() > deadline:
+            raise StuckError(f"{', '.join(map(str, left))} cannot be killed; reboot this machine")
+        node.lease.check()
+        time.sleep(MEMBERSHIP_SECONDS)
 
 
 class Stopping:

@@ -66,12 +66,13 @@ def simulate(
     stop: StopFlag,
     work: Workload,
 ) -> int:
-    """Run `placement.nodes` nodes on this machine, and return the job's exit code.
+    """Run the nodes of a job on this machine, spares included, and return the job's exit code.
 
     Node 0 keeps the terminal; the others write to RUN_DIR/log/node-N.log. A node killed by a signal is
     restarted, as a cluster's platform would do, up to --max-restarts times.
     """
-    shares = gpus_per_node(gpus_of(environ), placement.nodes, placement.nproc, settings.compute)
+    count = placement.nodes + placement.spares
+    shares = gpus_per_node(gpus_of(environ), count, placement.nproc, settings.compute)
     nodes = [
         SimulatedNode(
             [*argv, "--nodes", str(placement.nodes), "--node-rank", str(index)]
@@ -81,7 +82,7 @@ def simulate(
             shares[index],
             work.words,
         )
-        for index in range(placement.nodes)
+        for index in range(count)
     ]
     with run.made(), scratch() as folder:
         has_new_logs = run.make_logs()

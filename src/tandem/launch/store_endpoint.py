@@ -13,6 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.errors import PeerLostError, TandemError
 from tandem.launch.rendezvous import (
+    END_KEY,
     LEFT_KEY,
     NODES_KEY,
     StopRequestedError,
@@ -189,6 +190,7 @@ def announce(endpoint: StoreEndpoint, code: int, reason: str = "", stop: StopFla
         if placement.node_rank == 0:
             store = endpoint.host()
             publish_job_result(store, code, reason)
+            store.set(END_KEY, "1")
             left = store.add(LEFT_KEY, 1)
             stay_until_all_left(store, placement.nodes, left, ANNOUNCE_SECONDS, lambda: bool(stop))
         elif placement.elastic is None and stop is not None:

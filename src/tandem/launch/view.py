@@ -4,7 +4,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -70,6 +70,7 @@ class NodeView:
         self._ending: dict[str, object] | None = None
         self._restarts = Restarts()
         self._nodes = placement.nodes
+        self._spares: list[int] | None = None  # the nodes that wait; None without --spares
         self._world_size = placement.world_size
         self._signals_counted: dict[str, int] = {}
         self._activities = agent_state.Activities(self._began - agent_state.process_age_seconds())
@@ -127,6 +128,16 @@ class NodeView:
         self._state = "rendezvous"
         if self._journal is not None:
             self._enter("rendezvous")
+
+    def waits_as_spare(self) -> None:
+        """Record that the agent waits for a place in the world, and that the store has just answered."""
+        self.last_progress = time.time()
+        self._state = "spare"
+
+    def show_spares(self, waiting: Sequence[int]) -> None:
+        """Show on the page and in the metrics which nodes wait as spares; node 0 only."""
+        self._spares = list(waiting)
+        self.metrics.apply([metrics.SPARE_NODES.set(len(waiting))])
 
     def generation_started(self, number: int, position: Position) -> None:
         """Record that the agent is about to start its ranks."""
@@ -234,6 +245,7 @@ class NodeView:
             "task": self._settings.run.task,
             "platform": self._placement.platform,
             "nodes": self._nodes,
+            **({} if self._spares is None else {"spares": self._spares}),
             "step": step,
             "steps_planned": planned,
             "loss": self._done.loss,

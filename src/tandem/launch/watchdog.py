@@ -152,6 +152,7 @@ def _times(beat: Beat, seconds: float) -> RankTimes:
     return RankTimes(beat.rank, beat.node, own, quick, own, seconds, phases, beat.doing or "")
 
 
+NO_NODE = -1
 NODES_AT_ONCE = 16
 """How many nodes' metrics node 0 reads at once: all of 1,024 nodes within 13 s, before any is stale."""
 STOPPED = ("T", "t")
@@ -242,6 +243,18 @@ class Watchdog:
         if store is not None:
             with suppress(RuntimeError):
                 self._read_samples(store, self._other_nodes)
+
+    def take_place(self, node: int) -> None:
+        """Report as this node of the world from now on."""
+        with self._lock:
+            self._node = node
+
+    def resign(self) -> None:
+        """Report and judge nothing until `take_place`: this node waits as a spare."""
+        with self._lock:
+            self._node = NO_NODE
+            self._generation = ""
+            self._last_exchange = None
 
     @property
     def alarm(self) -> Alarm | None:
@@ -370,7 +383,7 @@ class Watchdog:
                 beats = [asdict(beat) for beat in self._local_beats(running_clock.now())]
                 alarm = self._alarm
             known = known or bool(generation)
-            if not known or (self._node == 0 and not others):
+            if not known or self._node == NO_NODE or (self._node == 0 and not others):
                 continue
             try:
                 store = store or self._connect()

@@ -240,7 +240,9 @@ class Workers:
         Discards processes whose key no rank of this generation has, because this node's ranks have changed.
         """
         bounds = {self._bound_to(position) for position in self._positions.values()}
-        for worker in [each for each in self._standby if self._bound_to(each.expected) not in bounds]:
+        changed = [each for each in self._standby if self._bound_to(each.expected) not in bounds]
+        # A spare has had no ranks yet.
+        for worker in changed if self._positions else ():
             # The process reads the end of the pipe and exits.
             worker.lifeline.close()
             self._standby.remove(worker)

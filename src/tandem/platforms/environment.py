@@ -32,7 +32,7 @@ class Placement:
     laptop, or a Slurm allocation without srun). `one_task`: the platform started this process once on every
     node. `job` identifies the job if several may share a host. `array` is (array, task) for a task of a job
     array. `restarts` is how often the platform has restarted this job. `device` is the index of this rank's
-    GPU among those that it sees.
+    GPU among those that it sees. `spares` more nodes wait; their node ranks begin at `nodes`.
     """
 
     platform: str
@@ -53,6 +53,7 @@ class Placement:
     array: tuple[str, str] | None = None
     restarts: int = 0
     device: int | None = None
+    spares: int = 0
 
     def as_rank(self) -> "Placement":
         """Return this process's placement as a rank: the only task of a node is a rank as it is.
@@ -61,8 +62,8 @@ class Placement:
         """
         if self.rank is not None or not self.one_task or self.nodes == 1:
             return self
-        if self.elastic or self.nproc not in (None, 1):
-            asked = "--elastic" if self.elastic else f"--nproc={self.nproc}"
+        if self.elastic or self.spares or self.nproc not in (None, 1):
+            asked = "--elastic" if self.elastic else "--spares" if self.spares else f"--nproc={self.nproc}"
             raise ConfigError(
                 f"{asked} is for a node's agent, but this is one rank of {self.nodes}, a task on each node; "
                 "start with tandem launch, or omit it"
@@ -87,6 +88,8 @@ class Placement:
         position += f", master {self.master_host}:{self.master_port}"
         if self.elastic:
             position += f", elastic {self.elastic[0]}:{self.elastic[1]}"
+        if self.spares:
+            position += f", {self.spares} more as {'spare' if self.spares == 1 else 'spares'}"
         return position if self.rank is None else f"{position}, rank {self.rank} of {self.world_size}"
 
 
@@ -106,6 +109,7 @@ class PlatformEnv:
     """What a platform's reader may use: variables, the host name, and flags (as text, by column).
 
     `marks` are the variables that identify the platform, for messages. A reader starts with `on(...)`.
+    `spares` are part of the number of nodes.
     """
 
     environ: Mapping[str, str]
@@ -115,6 +119,7 @@ class PlatformEnv:
     platform: str = "none"
     marks: tuple[str, ...] = ()
     columns: Columns = Columns(host=(), port=())
+    spares: int = 0
 
     def on(self, platform: str, marks: tuple[str, ...], columns: Columns) -> "PlatformEnv":
         """Return the same facts with this platform's names."""
@@ -128,6 +133,8 @@ class PlatformEnv:
         names: tuple[str, ...] = getattr(self.columns, column)
         found = {name: value for name in names if (value := self.environ.get(name))}
         flag = "--master" if column in ("host", "port") else "--" + column.replace("_", "-")
+        if column == "nodes" and self.spares:
+            flag = "--nodes plus --spares"
         # The flag comes first, so that error messages start with what the user typed.
         return {flag: self.flags[column], **found} if column in self.flags else found
 

@@ -67,7 +67,9 @@ def detect(environ: Mapping[str, str], hostname: str, asked: LaunchConfig = BY_I
 
     Raises ConfigError, one line, which names the variables that are missing, malformed or contradictory.
     """
-    flags = {"nodes": asked.nodes, "node_rank": asked.node_rank}
+    # A platform counts all nodes, those that train and those that wait.
+    nodes = asked.nodes and asked.nodes + asked.spares
+    flags = {"nodes": nodes, "node_rank": asked.node_rank}
     given = {name: str(value) for name, value in flags.items() if value is not None}
     if asked.nproc != "auto":
         given["nproc"] = str(asked.nproc)
@@ -77,10 +79,11 @@ def detect(environ: Mapping[str, str], hostname: str, asked: LaunchConfig = BY_I
     elif asked.master is not None:
         given["host"], given["port"] = split_address("--master", asked.master)
     bounds = value_range("--elastic", asked.elastic) if asked.elastic else None
-    facts = PlatformEnv(environ, hostname, given, bounds)
+    facts = PlatformEnv(environ, hostname, given, bounds, spares=asked.spares)
     # There is always one: laptop.py, the last in order, detects anything.
     platform = next(platform for platform in platforms() if platform.detect(environ))
-    return _checked(platform.read(facts), replace(facts, columns=platform.COLUMNS))
+    placement = _checked(platform.read(facts), replace(facts, columns=platform.COLUMNS))
+    return _with_spares(placement, asked.spares) if asked.spares else placement
 
 
 def of_this_process(environ: Mapping[str, str]) -> Mapping[str, str]:
@@ -161,3 +164,23 @@ def _checked(placement: Placement, facts: PlatformEnv) -> Placement:
             f"--elastic {facts.elastic[0]}:{facts.elastic[1]} contradicts {given}; make them the same range"
         )
     return replace(placement, elastic=facts.elastic)
+
+
+def _with_spares(placement: Placement, spares: int) -> Placement:
+    """Return the placement with `spares` of its nodes waiting. Raises ConfigError."""
+    if placement.rank is not None:
+        raise ConfigError(
+            f"--spares cannot be used with ranks that {placement.platform} starts itself; "
+            "start one task per node"
+        )
+    if placement.elastic is not None:
+        raise ConfigError(
+            "--spares and --elastic contradict each other: an elastic job trains on all nodes that come; "
+            "give --nodes instead of --elastic"
+        )
+    if (nodes := placement.nodes - spares) < 2:
+        raise ConfigError(
+            f"--spares {spares}: of {placement.nodes} nodes, {max(0, nodes)} would train; a spare can "
+            f"replace any node but the first, so start at least {spares + 2}, or give --nodes 2"
+        )
+    return replace(placement, nodes=nodes, spares=spares)

@@ -147,6 +147,7 @@ RUN_STATE = StateSet("run_state",
     "State of the run; exactly one state is 1.", "identity", {"tandem_run_state": STATES})
 WORLD_SIZE = Gauge("world_size", "Ranks of the current generation.", "identity")
 NODES = Gauge("nodes", "Nodes of the current generation.", "identity")
+SPARE_NODES = Gauge("spare_nodes", "Nodes that wait to take the place of a lost one (--spares).", "identity")
 RUN_START_TIMESTAMP_SECONDS = Gauge("run_start_timestamp_seconds",
     "When this launch started, Unix time.", "identity")
 

@@ -1,0 +1,345 @@
+"""Implement `--spares N`: further nodes wait, and one of them takes the place of a lost node at once.
+
+Every node but node 0 reports several times a second to the agents' store that its agent lives. Node 0 assigns
+the places of the world (`places.py`) and writes them there. A node joins the rendezvous only while it has a
+place; without one it waits, with its fork server and the processes of its ranks warm. To torch's rendezvous,
+the number of nodes is fixed. See docs/architecture.md#spares.
+"""
+
+import contextlib
+import json
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from tandem import running_clock
+from tandem.errors import FINISHED, STOPPED
+from tandem.launch.node_context import NodeContext
+from tandem.launch.places import (  # fmt: skip
+    MOST_FAILURES,
+    NO_PLACE,
+    Change,
+    NodeReport,
+    PlaceTable,
+    from_text,
+    report_from,
+    to_text,
+)
+from tandem.launch.rendezvous import (
+    END_KEY,
+    LEFT_KEY,
+    JobEndedError,
+    StopRequestedError,
+    StoreLostError,
+    job_end_in,
+    read_all,
+)
+from tandem.launch.rendezvous_state import paces
+from tandem.launch.watchdog import Watchdog
+from tandem.platforms.placement import Placement
+from tandem.timeouts import (
+    FIRST_CALL_SECONDS,
+    KEEP_ALIVE_ATTEMPTS,
+    SPARE_BEAT_SECONDS,
+    SPARE_BEATS_MISSED,
+    SPARE_WARM_SECONDS,
+    SPARES_LEAVE_SECONDS,
+    STANDBY_SECONDS,
+    STORE_RETRY_SECONDS,
+)
+
+log = logging.getLogger("tandem.agent")
+
+PLACES_KEY = "tandem/places"
+SPARES_LEFT_KEY = "tandem/spares/left"
+
+
+class PlaceLostError(Exception):
+    """Another node has this node's place; this one becomes a spare."""
+
+
+class Places:
+    """A job without spares: each node keeps the place that it was started for."""
+
+    is_joining = False
+    """Whether this node's agent waits in the rendezvous for the others."""
+
+    def joins(self) -> None:
+        """Record that this node's agent is about to join the rendezvous."""
+        self.is_joining = True
+
+    def has_joined(self) -> None:
+        """Record that a generation has started."""
+        self.is_joining = False
+
+    def take(self, node: NodeContext, store: TCPStore, watchdog: Watchdog) -> NodeContext:
+        """Return the node with its place in the world, once it has one."""
+        return node
+
+    def check(self, store: TCPStore) -> None:
+        """Raise PlaceLostError if this node's place was given to another."""
+
+    def address(self, placement: Placement) -> str:
+        """Return the name of this node in the rendezvous.
+
+        The engine orders nodes by this text. The node rank in front keeps rank 0 on node 0.
+        """
+        return f"{placement.node_rank:06d}.{placement.local_name}"
+
+    def is_gone(self, address: str) -> bool:
+        """Return whether the node with this name in the rendezvous has lost its place."""
+        return False
+
+    def charge(self, store: TCPStore) -> None:
+        """Record a failure of this node's own ranks."""
+
+    def end(self, store: TCPStore | None) -> None:
+        """Stop; on node 0, whose store this is, first let the spares read how the job ended."""
+
+
+class OwnPlace(Places):
+    """The place of a node other than 0, in a job with spares; one object for all its connections.
+
+    A thread reports to node 0 that this agent lives.
+    """
+
+    def __init__(self, node: NodeContext) -> None:
+        self._number = node.placement.node_rank
+        self._token = uuid.uuid4().hex
+        self._pause = _pause(node.placement)
+        self._place = NO_PLACE
+        self._waits = False
+        self._has_run = False
+        self._connect = node.endpoint.connect
+        self._closing = threading.Event()
+        self._is_joined = threading.Event()
+        threading.Thread(target=self._report, name="tandem-spares", daemon=True).start()
+
+    def has_joined(self) -> None:
+        super().has_joined()
+        self._has_run = True
+
+    def take(self, node: NodeContext, store: TCPStore, watchdog: Watchdog) -> NodeContext:
+        """Wait for a place.
+
+        Raises JobEndedError, StopRequestedError, StoreLostError.
+        """
+        self._waits = True
+        self._is_joined.set()
+        try:
+            place = self._wait(node, store, watchdog)
+        except JobEndedError:
+            with contextlib.suppress(RuntimeError):
+                store.add(SPARES_LEFT_KEY, 1)
+            raise
+        self._place = place
+        self._waits = False
+        watchdog.take_place(place)
+        node.view.rejoining()
+        return replace(node, placement=replace(node.placement, node_rank=place))
+
+    def _wait(self, node: NodeContext, store: TCPStore, watchdog: Watchdog) -> int:
+        since = running_clock.now()
+        has_said = False
+        next_fork = since + SPARE_WARM_SECONDS
+        while True:
+            place = self._held(store)
+            if place is not None:
+                if has_said or place != self._number:
+                    log.info("node %d takes the place of node %d", self._number, place)
+                return place
+            now = running_clock.now()
+            _raise_if_over(node, store)
+            if not has_said and now - since > self._pause * SPARE_BEATS_MISSED:
+                has_said = True
+                watchdog.resign()
+                log.info("node %d waits as a spare", self._number)
+            node.view.waits_as_spare()
+            # Not at once: the ranks of a generation that starts need the cores.
+            if has_said and now > next_fork:
+                next_fork = now + STANDBY_SECONDS
+                node.workers.stand_by(node.nproc)
+            time.sleep(self._pause)
+
+    def check(self, store: TCPStore) -> None:
+        if self._held(store) is None:
+            raise PlaceLostError
+
+    def _held(self, store: TCPStore) -> int | None:
+        """Return the place that this node has. Raises StoreLostError."""
+        try:
+            holders = from_text(store.get(PLACES_KEY)) if store.check([PLACES_KEY]) else {}
+        except (RuntimeError, ValueError) as error:
+            raise StoreLostError from error
+        mine = (self._number, self._token)
+        place = next((place for place, holder in holders.items() if holder == mine), None)
+        if place is None and self._place in holders:
+            # After a restart of node 0, the place counts as a claim until another node has it.
+            self._place = NO_PLACE
+        return place
+
+    def address(self, placement: Placement) -> str:
+        # The token distinguishes it from the lost node, whose name in the rendezvous lives for seconds.
+        return f"{super().address(placement)}.{self._token}"
+
+    def charge(self, store: TCPStore) -> None:
+        with contextlib.suppress(RuntimeError):
+            failures = store.add(_failures(self._number), 1)
+            # Node 0 decides now; if this node joined first, all ranks would have to restart twice.
+            deadline = running_clock.now() + self._pause * SPARE_BEATS_MISSED
+            while failures >= MOST_FAILURES and running_clock.now() < deadline:
+                if self._held(store) is None:
+                    return
+                time.sleep(self._pause)
+
+    def end(self, store: TCPStore | None) -> None:
+        self._closing.set()
+
+    def _report(self) -> None:
+        store: TCPStore | None = None
+        self._is_joined.wait()
+        while not self._closing.wait(self._pause):
+            report = NodeReport(time.monotonic_ns(), self._token, self._place, self._waits, self._has_run)
+            try:
+                store = store or self._connect()
+                store.set(_report_key(self._number), json.dumps(asdict(report)))
+            except Exception as error:  # a lost store raises many types, and this node rejoins it
+                log.debug("the store does not answer: %s", error)
+                store = None
+                self._closing.wait(STORE_RETRY_SECONDS)
+
+
+def _raise_if_over(node: NodeContext, store: TCPStore) -> None:
+    """Raise what ends a waiting node: the job's result, or a stop.
+
+    Raises JobEndedError, StopRequestedError, StoreLostError.
+    """
+    result = job_end_in(store)
+    try:
+        # A success may still become a failure on another node, until node 0 has left.
+        if result is not None and (result.code != FINISHED or store.check([END_KEY])):
+            raise result
+        if not node.stop:
+            return
+        if node.stop.interrupts > 1 or store.add(LEFT_KEY, 0) >= node.placement.nodes:
+            raise StopRequestedError  # the others had nothing to save either
+    except RuntimeError as error:
+        # A stop, or an error before the start, whose result this node was too late to read.
+        if node.stop:
+            raise StopRequestedError from error
+        raise result if result is not None else StoreLostError() from error
+    # The scheduler stops either the whole job, whose result is soon there, or only this node.
+    if running_clock.now() - (node.stop.at or 0.0) > node.config.shutdown_timeout:
+        reason = f"stopped by {node.stop.name} while it waited as a spare; the job continues"
+        log.info("%s", reason)
+        raise JobEndedError(STOPPED, reason)
+
+
+class AllPlaces(Places):
+    """Assign the places, on node 0, in a thread; one object for the whole launch."""
+
+    def __init__(self, node: NodeContext) -> None:
+        self._view = node.view
+        self._connect: Callable[[], TCPStore] = node.endpoint.connect
+        self._pause = pause = _pause(node.placement)
+        pace = paces(node.placement.nodes + node.placement.spares)
+        self._long_silence = float(pace.alive_seconds * KEEP_ALIVE_ATTEMPTS)
+        self._table = PlaceTable(
+            node.placement.nodes,
+            node.placement.spares,
+            pause * SPARE_BEATS_MISSED,
+            self._long_silence,
+            FIRST_CALL_SECONDS,
+            running_clock.now(),
+        )
+        self._tokens = dict[int, str]()  # of the holders, replaced as a whole, because other threads read it
+        self._known = set[str]()
+        self._waiting: list[int] | None = None
+        self._closing = threading.Event()
+        threading.Thread(target=self._run, name="tandem-spares", daemon=True).start()
+
+    def is_gone(self, address: str) -> bool:
+        place, _, rest = address.partition(".")
+        token = self._tokens.get(int(place)) if place.isdecimal() else None
+        return token is not None and not rest.endswith(f".{token}")
+
+    def end(self, store: TCPStore | None) -> None:
+        self._closing.set()
+        if store is None:
+            return
+        with contextlib.suppress(RuntimeError, StoreLostError):
+            store.set(END_KEY, "1")
+            deadline = running_clock.now() + SPARES_LEAVE_SECONDS
+            while job_end_in(store) is not None and running_clock.now() < deadline:
+                if store.add(SPARES_LEFT_KEY, 0) >= len(self._waiting or ()):
+                    return
+                time.sleep(SPARE_BEAT_SECONDS)
+
+    def _run(self) -> None:
+        store: TCPStore | None = None
+        while not self._closing.wait(self._pause):
+            try:
+                store = store or self._connect()
+                self._assign(store)
+            except Exception:  # without this thread, no node would get a place
+                log.debug("assigning places failed; retrying", exc_info=True)
+                store = None
+                self._known.clear()
+                self._closing.wait(STORE_RETRY_SECONDS)
+
+    def _assign(self, store: TCPStore) -> None:
+        """Read what the nodes report, decide, and write the result for them."""
+        table = self._table
+        keys = {name(node): node for node in table.others for name in (_report_key, _failures)}
+        found = read_all(store, list(keys), self._known)
+        now = running_clock.now()
+        for node in table.others:
+            with contextlib.suppress(ValueError, KeyError):  # no report, or none that can be read
+                table.hear(node, report_from(found[_report_key(node)]), now)
+            with contextlib.suppress(ValueError, KeyError):
+                table.charge(node, int(found[_failures(node)]))
+        is_training = not self.is_joining and time.time() - self._view.last_progress < self._long_silence
+        changes = table.decide(now, self.is_joining, is_training)
+        if changes:
+            self._tokens = {place: holder.token for place, holder in table.holders.items()}
+            store.set(PLACES_KEY, to_text(table.holders))
+        self._show(changes, table.waiting(now))
+
+    def _show(self, changes: list[Change], waiting: list[int]) -> None:
+        for change in (each for each in changes if each.why):
+            text = "node %d %s; node %d takes its place"
+            if change.is_left_out:
+                text = "node %d %s and is left out while another node can take its place; node %d does"
+            log.warning(text, change.before, change.why, change.node)
+            kind = "node_left_out" if change.is_left_out else "node_replaced"
+            self._view.event(
+                kind, node=change.before, by=change.node, place=f"node {change.place}", reason=change.why
+            )
+        if waiting != self._waiting:
+            self._waiting = waiting
+            self._view.show_spares(waiting)
+
+
+def places_of(node: NodeContext) -> Places:
+    """Return what assigns places on node 0, or asks for one on another node; without spares, neither."""
+    if node.placement.spares == 0:
+        return Places()
+    return AllPlaces(node) if node.placement.node_rank == 0 else OwnPlace(node)
+
+
+def _pause(placement: Placement) -> float:
+    """Return the seconds between two reports of a node: longer among many nodes."""
+    return max(SPARE_BEAT_SECONDS, 2 * paces(placement.nodes + placement.spares).poll_seconds)
+
+
+def _report_key(node: int) -> str:
+    return f"tandem/spares/report/{node}"
+
+
+def _failures(node: int) -> str:
+    return f"tandem/spares/failures/{node}"
