@@ -1,6 +1,7 @@
 # Nodes as containers on this host (docs/cluster-on-a-laptop.md). NODE counts from 0, as in all logs. Docker counts from
 # 1, so node 0, which has rank 0, is the container PROJECT-node-1.
 PROJECT ?= tandem
+SPARES ?=
 GPUS ?=
 RATE ?=
 LATENCY ?=
@@ -23,15 +24,16 @@ CLUSTER := PYTHONPATH=src $(PYTHON) -m tandem.cluster
 COMPOSE_RUN := $(if $(filter command environment,$(firstword $(origin RUN))),$(notdir $(value RUN)))
 # The Makefile's default would override a task in .env, and a script has no task.
 COMPOSE_TASK := $(if $(filter file,$(origin TASK)),,$(value TASK))
-GIVEN += PROJECT GPUS RATE LATENCY LOSS NODE FAULT VOLUMES TO METRICS_PORT MONITORING SCRIPT SCRIPT_ARGS CPUS MEMORY SHM_SIZE TMP_SIZE COMPOSE_RUN COMPOSE_TASK
+GIVEN += PROJECT SPARES GPUS RATE LATENCY LOSS NODE FAULT VOLUMES TO METRICS_PORT MONITORING SCRIPT SCRIPT_ARGS CPUS MEMORY SHM_SIZE TMP_SIZE COMPOSE_RUN COMPOSE_TASK
 # compose/ reads these from the environment. Unset ones are not exported, because .env may set them.
 EXPORTED += CPUS MEMORY SHM_SIZE TMP_SIZE PROMETHEUS_PORT GRAFANA_PORT RULES
 
 .PHONY: compose-up compose-down compose-ps compose-logs compose-shell compose-scale compose-get chaos
 
 ##@ Docker Compose
-compose-up: ## train on NODES containers; exits with the job's code (SCRIPT=train.py RATE=100mbit MONITORING=1)
-	@$(CLUSTER) up --project "$$GIVEN_PROJECT" --nodes "$$GIVEN_NODES" --task "$$GIVEN_COMPOSE_TASK" --epochs "$$GIVEN_EPOCHS" \
+compose-up: ## train on NODES containers; exits with the job's code (SPARES=1 SCRIPT=train.py RATE=100mbit MONITORING=1)
+	@$(CLUSTER) up --project "$$GIVEN_PROJECT" --nodes "$$GIVEN_NODES" --spares "$$GIVEN_SPARES" \
+		--task "$$GIVEN_COMPOSE_TASK" --epochs "$$GIVEN_EPOCHS" \
 		--run "$$GIVEN_COMPOSE_RUN" --script "$$GIVEN_SCRIPT" --script-args="$$GIVEN_SCRIPT_ARGS" --args="$$GIVEN_ARGS" \
 		--gpus "$$GIVEN_GPUS" --rate "$$GIVEN_RATE" --latency "$$GIVEN_LATENCY" --loss "$$GIVEN_LOSS" \
 		--metrics-port "$$GIVEN_METRICS_PORT" --monitoring "$$GIVEN_MONITORING" \

@@ -71,7 +71,7 @@ def test_a_spare_takes_the_place_of_a_lost_node_which_comes_back_as_a_spare(
     undisturbed = runs.undisturbed(*FLAGS)
     job = Job(runs, free_port, "lost")
     job.waits(2)
-    for lost, by in ((1, 2), (2, 1)):
+    for lost, by in ((1, 2), (2, 1), (1, 2)):
         known = len(runs.events("lost", "resumed"))
         job.steps(20)
         before = job.step()

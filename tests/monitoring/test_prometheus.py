@@ -24,6 +24,7 @@ STEPS = 400
 NO_SAMPLE_HERE = {
     "tandem_loss_scale": "fp16 only",
     "tandem_data_errors": "from the first sample that cannot be read",
+    "tandem_spare_nodes": "with --spares only",
     "tandem_tokens": "where a task gives a sum named tokens",
     "tandem_tokens_per_second": "where a task gives a sum named tokens",
     "tandem_collect_errors": "from the first metric sample that could not be used",

@@ -56,6 +56,8 @@ def test_what_an_action_does_not_take_is_one_line(words: list[str], key: str) ->
 
 @pytest.mark.parametrize(("words", "key"), [
     (["up", "--nodes", "two"], "--nodes"),
+    (["up", "--spares", "x"], "--spares"),
+    (["up", "--nodes", "1", "--spares", "1"], "--spares"),
     (["up", "--rate", "fast"], "--rate"),
     (["up", "--metrics-port", "0"], "--metrics-port"),
     (["up", "--gpus", "x"], "--gpus"),

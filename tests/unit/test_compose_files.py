@@ -177,6 +177,15 @@ def test_scale_counts_threads_anew_and_keeps_the_limits(monkeypatch: pytest.Monk
     assert scaled("4")["TANDEM_THREADS"] == "3"
 
 
+def test_spares_are_replicas_beyond_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.os, "cpu_count", lambda: 8)
+    for name in ("TANDEM_THREADS", "CPUS"):
+        monkeypatch.delenv(name, raising=False)
+    found = cluster.variables_of(command_line.parsed(["up", "--spares", "1"]), 2, 19469)
+    assert (found["NODES"], found["TANDEM_SPARES"]) == ("3", "1")
+    assert found["TANDEM_THREADS"] == "4", "a spare needs no cores"
+
+
 @pytest.mark.parametrize("name", ["TOKEN", "API_KEY", "DB_PASSWORD", "CLIENT_SECRET"])
 def test_what_is_called_a_secret_is_in_no_label(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(f"TANDEM_TASK__{name}", "correct-horse")

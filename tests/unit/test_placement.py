@@ -110,6 +110,22 @@ def test_slurm_with_several_tasks_per_node_makes_each_task_a_rank(index: int) ->
     assert (found.rank, found.local_rank, found.world_size) == (index, index % 2, 4)
 
 
+@pytest.mark.parametrize(
+    ("name", "node_rank"), [("pytorchjob-plain-worker-0", 1), ("pytorchjob-plain-worker-1", 2)]
+)
+def test_a_platform_counts_nodes_and_spares(name: str, node_rank: int) -> None:
+    for asked in ({"spares": 1}, {"spares": 1, "nodes": 2}):
+        found = place(name, **asked)
+        assert (found.nodes, found.spares, found.node_rank) == (2, 1, node_rank)
+
+
+def test_nodes_and_spares_on_this_host_and_by_hand() -> None:
+    found = detect({}, "host", LaunchConfig(nodes=2, spares=2))
+    assert (found.nodes, found.spares, found.starts_all, found.nodes_share_host) == (2, 2, True, True)
+    node = LaunchConfig(nodes=2, spares=1, node_rank=2, master="127.0.0.101:29500")
+    assert detect({}, "host", node).local_name == "127.0.0.103"
+
+
 @pytest.mark.parametrize("index", [0, 1])
 def test_slurm_with_one_task_per_node_makes_it_a_node_or_a_rank(index: int) -> None:
     found = place(f"slurm-step-{index}")
@@ -300,6 +316,12 @@ WRONG: list[tuple[str, dict[str, object], list[str]]] = [
     ("pytorchjob-nproc2-worker-0", {"WORLD_SIZE": 2}, ["WORLD_SIZE=2", "PET_NPROC_PER_NODE=2"]),
     ("pytorchjob-nproc2-worker-0", {"nproc": 4}, ["--nproc=4", "PET_NPROC_PER_NODE=2"]),
     ("pytorchjob-plain-worker-0", {"nodes": 2}, ["--nodes=2", "PET_NNODES=3"]),
+    ("pytorchjob-plain-worker-0", {"nodes": 3, "spares": 1}, ["--nodes plus --spares=4", "PET_NNODES=3"]),
+    ("pytorchjob-plain-worker-0", {"nodes": 1, "spares": 1}, ["--nodes plus --spares=2", "PET_NNODES=3"]),
+    ("pytorchjob-plain-worker-0", {"spares": 2}, ["--spares 2", "of 3 nodes, 1 would train"]),
+    ("pytorchjob-plain-worker-0", {"spares": 5}, ["--spares 5", "of 3 nodes, 0 would train"]),
+    ("pytorchjob-elastic-worker-1", {"spares": 1}, ["--spares", "--elastic"]),
+    ("torchrun-rank-1", {"spares": 1}, ["--spares", "torchrun"]),
     ("pytorchjob-plain-worker-0", {"node_rank": 0}, ["--node-rank=0", "RANK=1"]),
     ("pytorchjob-plain-worker-0", {"master": "y:23456"}, ["--master=y", "MASTER_ADDR=plain-master-0"]),
     ("pytorchjob-plain-worker-0", {"RANK": 3, "PET_NODE_RANK": 3}, ["RANK=3", "PET_NNODES=3"]),

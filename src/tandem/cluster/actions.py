@@ -43,6 +43,7 @@ from tandem.cluster.preflight import (
     checked_node,
     checked_nodes,
     checked_port,
+    checked_spares,
 )
 from tandem.cluster.project import DEFAULT_IMAGE, build_command, image_of, own_variables
 from tandem.cluster.project import build as build_image
@@ -205,13 +206,15 @@ def variables_of(options: argparse.Namespace, nodes: int, port: int) -> dict[str
 
     Secrets are left out, because all variables become a label. The job's secret is in a file.
     """
+    spares = checked_spares(options.spares, nodes)
     given = {name: value for name, value in os.environ.items() if name.startswith("TANDEM_") and value}
     kept_out = GIVEN_FILE, *filter(is_secret, given)
     given = {name: value for name, value in given.items() if name not in kept_out}
     everything = {**variables_in_dotenv(), **given}
     variables = {
         **given,
-        "NODES": str(nodes),
+        "NODES": str(nodes + spares),
+        **({"TANDEM_SPARES": str(spares)} if spares else {}),
         "IMAGE": image_of(options),
         "METRICS_PORT": str(port),
         "GPUS": options.gpus,
@@ -415,7 +418,8 @@ def scale(options: argparse.Namespace) -> int:
     ClusterJob.of(found).stop()
     remove_metrics(found)
     secret = make_secret(found.project, {**variables_in_dotenv(), **os.environ})
-    more = {**limits_given(), "NODES": str(nodes), "SECRET_FILE": str(secret)}
+    containers = nodes + int(found.variables.get("TANDEM_SPARES") or 0)
+    more = {**limits_given(), "NODES": str(containers), "SECRET_FILE": str(secret)}
     variables = {**found.variables, **more}
     # A number of threads that the user chose stays.
     if OURS in variables:

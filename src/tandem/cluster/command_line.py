@@ -37,7 +37,8 @@ ACTIONS: Mapping[str, Action] = {
 UP = ("up",)
 OPTIONS: Mapping[str, tuple[Sequence[str], str, str]] = {
     "project": (tuple(ACTIONS), "NAME", "name of the Compose project"),
-    "nodes": (("up", "scale"), "N", "number of containers"),
+    "nodes": (("up", "scale"), "N", "number of nodes, one container each"),
+    "spares": (UP, "N", "more containers, which wait to take the place of a lost node"),
     "task": (UP, "TASK", "a built-in task, or FILE.py:CLASS on this host"),
     "script": (UP, "FILE", "a script on this host instead of a task"),
     "script-args": (UP, "WORDS", "arguments of the script"),
@@ -60,7 +61,7 @@ DEFAULTS = {
     ("shell", "node"): "0",
 }
 SHOWN_DEFAULTS = {
-    "project": "tandem", "nodes": "2", "metrics-port": "19469",
+    "project": "tandem", "nodes": "2", "spares": "0", "metrics-port": "19469",
     "node": "chaos: 1, shell: 0", "to": "runs/RUN",
 }  # fmt: skip
 SWITCHES = {

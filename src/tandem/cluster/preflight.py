@@ -65,6 +65,18 @@ def checked_nodes(text: str) -> int:
     return int(text)
 
 
+def checked_spares(text: str, nodes: int) -> int:
+    """Return the number of spares for so many nodes; none by default. Raises ClusterError."""
+    if not re.fullmatch(r"[0-9]{0,4}", text) or int(text or 0) > NODES_LIMIT - nodes:
+        raise ClusterError(
+            f"SPARES: invalid value {text!r}; expected an integer from 0 to {NODES_LIMIT - nodes}: "
+            "make compose-up NODES=2 SPARES=1"
+        )
+    if int(text or 0) and nodes == 1:
+        raise ClusterError(f"SPARES={text} needs at least two nodes: make compose-up NODES=2 SPARES={text}")
+    return int(text or 0)
+
+
 def check_gpus(text: str) -> None:
     """Accept an empty text, a number of GPUs per node, or all. Raises ClusterError."""
     if text not in ("", "all") and not re.fullmatch(r"[1-9][0-9]?", text):

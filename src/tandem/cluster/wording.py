@@ -6,8 +6,8 @@ Messages are written with make's words. `tandem cluster` translates them in one 
 import re
 
 OPTIONS = (
-    "PROJECT", "NODES", "TASK", "SCRIPT", "SCRIPT_ARGS", "ARGS", "EPOCHS", "RUN", "GPUS", "RATE", "LATENCY",
-    "LOSS", "METRICS_PORT", "MONITORING", "IMAGE", "VOLUMES", "TO", "NODE",
+    "PROJECT", "NODES", "SPARES", "TASK", "SCRIPT", "SCRIPT_ARGS", "ARGS", "EPOCHS", "RUN", "GPUS", "RATE",
+    "LATENCY", "LOSS", "METRICS_PORT", "MONITORING", "IMAGE", "VOLUMES", "TO", "NODE",
 )  # fmt: skip
 """make's variables that are options of `tandem cluster`; MEMORY and others are environment variables."""
 _COMMAND = re.compile(r"\bmake (?:compose-([a-z]+)|(chaos) FAULT=(\S+))")

@@ -84,12 +84,13 @@ class Placement:
     def __str__(self) -> str:
         here = {None: "1 process, or 1 per GPU", 1: "1 process"}.get(self.nproc, f"{self.nproc} processes")
         platform = "" if self.platform in NAMELESS else f" ({self.platform})"
-        position = f"node {self.node_rank} of {self.nodes}{platform}, {here}"
+        beyond = "spare " if self.node_rank >= self.nodes else ""
+        position = f"{beyond}node {self.node_rank} of {self.nodes + self.spares}{platform}, {here}"
         position += f", master {self.master_host}:{self.master_port}"
         if self.elastic:
             position += f", elastic {self.elastic[0]}:{self.elastic[1]}"
         if self.spares:
-            position += f", {self.spares} more as {'spare' if self.spares == 1 else 'spares'}"
+            position += f", {self.spares} of them waiting"
         return position if self.rank is None else f"{position}, rank {self.rank} of {self.world_size}"
 
 
@@ -125,6 +126,11 @@ class PlatformEnv:
         """Return the same facts with this platform's names."""
         return replace(self, platform=platform, marks=marks, columns=columns)
 
+    @property
+    def nodes_flag(self) -> str:
+        """What sets the flag for the number of nodes, as messages name it."""
+        return "--nodes plus --spares" if self.spares else "--nodes"
+
     def sources(self, column: str) -> dict[str, str]:
         """Return the flags and variables that set this column, with their text.
 
@@ -133,8 +139,8 @@ class PlatformEnv:
         names: tuple[str, ...] = getattr(self.columns, column)
         found = {name: value for name in names if (value := self.environ.get(name))}
         flag = "--master" if column in ("host", "port") else "--" + column.replace("_", "-")
-        if column == "nodes" and self.spares:
-            flag = "--nodes plus --spares"
+        if column == "nodes":
+            flag = self.nodes_flag
         # The flag comes first, so that error messages start with what the user typed.
         return {flag: self.flags[column], **found} if column in self.flags else found
 

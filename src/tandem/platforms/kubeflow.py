@@ -86,7 +86,8 @@ def _kubeflow_range(facts: PlatformEnv) -> tuple[int, int]:
     flag = facts.flags.get("nodes")
     bounds = value_range("PET_NNODES", stated) if stated else value_range("--nodes", flag or "1")
     if flag is not None and int(flag) != bounds[1]:
-        raise ConfigError(f"--nodes={flag} and PET_NNODES={stated} contradict each other; omit --nodes")
+        given = f"{facts.nodes_flag}={flag}"
+        raise ConfigError(f"{given} and PET_NNODES={stated} contradict each other; omit --nodes")
     return bounds
 
 

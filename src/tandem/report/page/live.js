@@ -10,13 +10,18 @@ async function ask(path, patience = 5000) {
 
 const sentenceOfTrouble = event => `${sentence(event)} (${clock(event.time)}).`;
 
+function spares(waiting) {
+  if (!waiting) return "";
+  return waiting.length ? `, waiting as ${waiting.length === 1 ? "a spare" : "spares"}: node ${waiting.join(", ")}` : ", no spare is waiting";
+}
+
 function show(run) {
   const state = run.ending?.state ?? run.state;
   document.title = `${state} · ${run.run}`;
   $("title").textContent = run.run;
   $("state").textContent = state;
   $("state").className = `state ${state}`;
-  $("where").textContent = `${run.task} on ${counted(run.nodes, "node")} (${run.platform})`;
+  $("where").textContent = `${run.task} on ${counted(run.nodes, "node")} (${run.platform})${spares(run.spares)}`;
   $("straggler").textContent = run.ending ? "" : run.straggler ?? "";
   const trouble = run.ending?.state === "failed" ? null : run.events?.find(event => TROUBLE.includes(event.kind));
   const isIll = run.healthy === false && !run.ending && run.health;

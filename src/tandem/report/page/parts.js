@@ -2,7 +2,7 @@
 const PHASES = ["data", "transfer", "forward", "backward", "optimizer", "other"];
 const stamp = time => isNumber(time) ? new Date(1000 * time).toISOString() : "";
 const ROUTINE = ["world", "training", "checkpoint", "checkpoint_verified"];
-const TROUBLE = ["rank_killed", "rank_failed", "hang", "nonfinite", "checkpoint_failed", "fallback", "replica_mismatch", "failed"];
+const TROUBLE = ["rank_killed", "node_replaced", "node_left_out", "rank_failed", "hang", "nonfinite", "checkpoint_failed", "fallback", "replica_mismatch", "failed"];
 
 // A bar of parts {name: amount}; its length is the share of their sum in `whole`.
 function stack(parent, parts, whole, unit) {
@@ -70,6 +70,8 @@ function sentence(event) {
     hang: () => `${who} has hung in ${rest.phase}${at} for ${seconds(rest.seconds)}; restarting all ranks`,
     rank_killed: () => `${who} was killed (${rest.signal}); training again${cost}`,
     recovered: () => `Training again${cost}${isGiven(rest.cause) ? ` (${rest.cause})` : ""}`,
+    node_replaced: () => `Node ${node} ${reason}; node ${rest.by} takes its place`,
+    node_left_out: () => `Node ${node} ${reason} and is left out while another node can take its place; node ${rest.by} does`,
     rank_failed: () => `A rank failed: ${reason}`,
     nonfinite: () => `${reason === "nonfinite_loss" ? "The loss is" : "Gradients are"} not finite${at} (--on-nonfinite ${rest.policy})`,
     replica_mismatch: () => `Ranks ${told(rest.ranks)} have different parameters from rank 0${at}`,
