@@ -11,6 +11,8 @@ EVENTS = "events.jsonl"
 HEALTH = "health.json"
 HEALTH_TEMPORARY = ".health.json.tmp"
 """The name of HEALTH while it is being written; a kill may leave it there."""
+INSPECTION = "inspection.json"
+"""In LOG: where node 0's agent listens for `tandem stacks`."""
 METRICS = "metrics.jsonl"
 METRICS_PAGE = "metrics.prom"
 REPORT = "report.html"
@@ -45,7 +47,9 @@ COPIED = (
 NOTES = frozenset((*COPIED, REPORT, HEALTH, HEALTH_TEMPORARY))
 """Names of the files that tandem writes about a run in its directory."""
 FOLDERS_OF_NOTES = {
-    LOG: re.compile(r"((rank|node)-\d+|tracker)\.log(\.1)?|(flight|ended)-.+\.json|stacks-rank-\d+\.txt"),
+    LOG: re.compile(
+        r"((rank|node)-\d+|tracker)\.log(\.1)?|(flight|ended)-.+\.json|inspection\.json|stacks-rank-\d+\.txt"
+    ),
     TENSORBOARD: re.compile(r"events\.out\.tfevents\..+"),
     PROFILE: re.compile(r"rank-\d+\.json"),
     WANDB: re.compile(r"(offline-)?run-.+|latest-run|debug(-internal)?\.log|settings"),

@@ -41,6 +41,12 @@ SLOW_RANKS_SECONDS = 5.0
 """Between two comparisons of a script's ranks on node 0. A rank marked in six of them is reported."""
 STACKS_SECONDS = 2.0
 """How long to wait for the stacks of hung ranks; writing them takes milliseconds."""
+LOCAL_ANSWER_SECONDS = 1.1
+"""For the stacks of a node's ranks (launch/inspection.py), so that `tandem stacks` takes less than 2 s."""
+ANSWER_SECONDS = 1.6
+"""For the stacks of all nodes: as above, and a round of the watchdog's exchange in each direction."""
+NATIVE_SECONDS = 20.0
+"""For py-spy, which reads torch's symbols: a second on an idle machine."""
 NO_ANSWER_SECONDS = 0.5
 """A rank that has not written its stacks by then runs no Python, so its handler in C is used."""
 

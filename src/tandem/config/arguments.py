@@ -64,6 +64,10 @@ EXAMPLES: Mapping[str, Mapping[str, str]] = {
         "tandem runs --json": "for scripts",
         "tandem runs --clean --dry-run": "show the empty runs that would be removed",
     },
+    "stacks": {
+        "tandem stacks runs/digits": "the main thread of every rank",
+        "kubectl exec POD -- tandem stacks /runs/digits --all-threads": "POD is node 0's",
+    },
     "kill": {
         "tandem kill runs/digits --rank 1": "SIGKILL: the rank is restarted and the run continues",
         "tandem kill runs/digits --node 1 --signal STOP": "simulate a node that hangs",

@@ -56,7 +56,7 @@ class NodeView:
         self._placement = placement
         self._began = time.monotonic()
         self._beats: dict[int, Heartbeat] = {}
-        self._pids: Mapping[int, int] = {}
+        self.pids: Mapping[int, int] = {}
         self.plan: RunStarted | None = None
         self._done = StepsDone(0, None, 0.0)
         self.on_heartbeat: Callable[[Heartbeat], None] = lambda beat: None
@@ -142,7 +142,7 @@ class NodeView:
 
     def ranks_started(self, pids: Mapping[int, int]) -> None:
         """Record the processes {rank: pid} of this node."""
-        self._pids = dict(pids)
+        self.pids = dict(pids)
 
     def event(self, kind: str, **fields: object) -> None:
         """Write an event to events.jsonl and to the page; node 0 only."""
@@ -296,7 +296,7 @@ class NodeView:
             received = {} if self._stop is None else self._stop.received
             signals = agent_state.signal_increments(received, self._signals_counted)
             self.metrics.apply([*self._activities.take(time.monotonic()), *signals])
-        sizes = {rank: agent_state.resident_bytes(pid) for rank, pid in self._pids.items()}
+        sizes = {rank: agent_state.resident_bytes(pid) for rank, pid in self.pids.items()}
         self.metrics.apply([
             metrics.RANK_MEMORY_BYTES.set(size, rank=rank) for rank, size in sizes.items() if size
         ])  # fmt: skip

@@ -196,7 +196,8 @@ class Watchdog:
 
     `record_heartbeat` may be called from any thread; the agent begins and ends generations. `registry` is
     this node's: metrics that only this node has go to node 0 the same way, and are shown there. `on_beats` is
-    called on node 0, several times a second, with what is known of all ranks.
+    called on node 0, several times a second, with what is known of all ranks; `on_exchange` on the others,
+    as often, with the store.
     """
 
     def __init__(
@@ -224,6 +225,7 @@ class Watchdog:
         self._past = NOTHING_BEFORE
         self._alarm: Alarm | None = None
         self.on_beats: Callable[[Sequence[Beat]], None] = lambda beats: None
+        self.on_exchange: Callable[[TCPStore], None] = lambda store: None
         self.has_trained = False  # a rank here has finished a step of the last generation
         self.has_ever_trained = False  # or of an earlier one
         self._closing = threading.Event()
@@ -381,6 +383,7 @@ class Watchdog:
                     self._turn += NODES_AT_ONCE
                 else:
                     self._tell_first(store, generation, beats)
+                    self.on_exchange(store)
                     if running_clock.now() - told_at > NODE_TICK_SECONDS:
                         told_at = running_clock.now()
                         self._tell_samples(store)

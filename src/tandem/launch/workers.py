@@ -9,8 +9,10 @@ import io
 import logging
 import multiprocessing
 import os
+import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -36,7 +38,7 @@ from tandem.process import (
     name_process,
     send,
 )
-from tandem.script.lifeline import watch_agent_pipe
+from tandem.script.lifeline import STACKS, watch_agent_pipe
 from tandem.signals import SCHEDULERS_SIGNALS
 from tandem.timeouts import (
     DISMISSED_SECONDS,
@@ -222,6 +224,7 @@ class Workers:
         self._context = multiprocessing.get_context("forkserver")
         self._ranks: dict[int, _Worker] = {}
         self._standby: list[_Worker] = []
+        self._pipes = threading.Lock()  # `tell` must not write to a descriptor that `kill` has closed
         adopt_orphans()  # of a fork server that was killed
 
     def start(self, positions: Mapping[int, Any]) -> dict[int, int]:
@@ -314,9 +317,23 @@ class Workers:
 
         A program that is not Python ignores this.
         """
-        for rank in self._ranks.values():
-            with contextlib.suppress(OSError):
-                rank.lifeline.send_bytes(b"stacks")
+        for pid in self.pids().values():
+            self.tell(pid, STACKS)
+
+    def tell(self, pid: int, message: bytes) -> bool:
+        """Write a message to the pipe of a running rank, from any thread; return False if it is full or gone.
+
+        Never waits: a program that is not Python reads nothing, and its pipe becomes full.
+        """
+        with self._pipes:
+            for rank in list(self._ranks.values()):
+                if rank.process.pid == pid and not rank.lifeline.closed:
+                    with contextlib.suppress(OSError):
+                        # Writable means that a message of PIPE_BUF bytes fits (pipe(7)).
+                        if select.select([], [rank.lifeline], [], 0)[1]:
+                            rank.lifeline.send_bytes(message)
+                            return True
+        return False
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until all ranks have ended; return False if the timeout expires first."""
@@ -342,8 +359,9 @@ class Workers:
             self._end_helpers()
         self._kill_remaining(KILLED_SECONDS)
         codes = {each: KILLED if code is None else code for each, code in self.codes().items()}
-        for rank in self._ranks.values():
-            rank.lifeline.close()
+        with self._pipes:
+            for rank in self._ranks.values():
+                rank.lifeline.close()
         has_lost_gpu = any(_exited(rank, GPU_FAILED) for rank in self._ranks.values())
         self._ranks = {}
         if has_lost_gpu and self._bound_to is gpu_index:

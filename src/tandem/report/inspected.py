@@ -1,0 +1,46 @@
+"""The answers of a run's ranks as text: stacks, with ranks that are at the same place in one block. Pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tandem.telemetry.stacks import is_helper
+
+Row = Mapping[str, Any]
+
+
+def stacks_text(result: Mapping[str, Any], all_threads: bool = False) -> str:
+    """Return the stacks of all ranks; ranks with equal stacks share a block. Innermost frames come first."""
+    blocks: dict[str, list[Row]] = {}
+    for row in result["answers"]:
+        blocks.setdefault(_body(row, all_threads), []).append(row)
+    return "\n\n".join("\n".join([*map(_position, rows), body]) for body, rows in blocks.items())
+
+
+def _position(row: Row) -> str:
+    """Return where a rank is, by its last heartbeat: "rank 1 on node 0 (a): step 12, backward for 0.3 s"."""
+    if row.get("rank") is None:
+        return f"node {row['node']}"
+    name = f" ({row['node_name']})" if row.get("node_name") else ""
+    text = f"rank {row['rank']} on node {row['node']}{name}"
+    if row.get("step") is None:
+        return f"{text}: no heartbeat yet"
+    waiting = ", waiting for other ranks" if row.get("waiting") else ""
+    return f"{text}: step {row['step']:,}, {row['phase']} for {row['seconds']:g} s{waiting}"
+
+
+def _body(row: Row, all_threads: bool) -> str:
+    if row.get("error"):
+        return f"  {row['error']}"
+    threads: Sequence[Row] = row.get("threads") or []
+    shown = [each for each in threads if all_threads or not is_helper(each)]
+    lines: list[str] = []
+    for thread in shown if all_threads else shown[:1]:
+        lines.append(f"  {thread['thread']}, most recent call first:")
+        lines += [f"    {file}:{line} in {function}" for file, line, function in thread["frames"]]
+    if row.get("in_c"):
+        lines.append("  The rank runs no Python: its innermost line has called native code.")
+    if row.get("note"):
+        lines.append(f"  {row['note']}")
+    if not all_threads and len(shown) > 1:
+        lines.append(f"  threads that are not shown: {len(shown) - 1}; --all-threads shows them")
+    return "\n".join(lines) or "  no Python threads"
