@@ -51,7 +51,7 @@ FOLDERS_OF_NOTES = {
         r"((rank|node)-\d+|tracker)\.log(\.1)?|(flight|ended)-.+\.json|inspection\.json|stacks-rank-\d+\.txt"
     ),
     TENSORBOARD: re.compile(r"events\.out\.tfevents\..+"),
-    PROFILE: re.compile(r"rank-\d+\.json"),
+    PROFILE: re.compile(r"rank-\d+\.json|steps-\d+-\d+\.json"),
     WANDB: re.compile(r"(offline-)?run-.+|latest-run|debug(-internal)?\.log|settings"),
 }
 """Directories next to them, with the names of files that tandem and wandb write there.
@@ -91,6 +91,11 @@ def profile(rank: int) -> str:
 def array_note(array: str) -> str:
     """The file that records which task of a job array owns the run."""
     return f"array-{array}"
+
+
+def merged_profile(first: int, last: int) -> str:
+    """The trace of all ranks in PROFILE that `tandem profile` writes."""
+    return f"steps-{first}-{last}.json"
 
 
 def begun_note(job: str) -> str:

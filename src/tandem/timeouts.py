@@ -45,6 +45,8 @@ LOCAL_ANSWER_SECONDS = 1.1
 """For the stacks of a node's ranks (launch/inspection.py), so that `tandem stacks` takes less than 2 s."""
 ANSWER_SECONDS = 1.6
 """For the stacks of all nodes: as above, and a round of the watchdog's exchange in each direction."""
+PROFILE_SECONDS = 600.0
+"""For the steps of `tandem profile`: an evaluation or a save may come between them."""
 NATIVE_SECONDS = 20.0
 """For py-spy, which reads torch's symbols: a second on an idle machine."""
 NO_ANSWER_SECONDS = 0.5

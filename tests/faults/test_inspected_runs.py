@@ -1,5 +1,6 @@
 """Looking inside runs that train: real launches of tasks, scripts and custom loops, not prepared for it."""
 
+import json
 import os
 import subprocess
 import sys
@@ -27,6 +28,26 @@ def verb(runs: Runs, *words: object) -> tuple[int, str]:
 def all_at_their_place(logs: Path, ranks: int) -> bool:
     found = [logs / f"rank-{rank}.log" for rank in range(ranks)]
     return all(path.exists() and "at its place" in path.read_text() for path in found)
+
+
+def check_trace(run: Path, ranks: int, steps: int) -> None:
+    """One row per rank, the same steps on all of them, and clocks that agree within a millisecond."""
+    (path,) = (run / "profile").glob("steps-*.json")
+    first, last = map(int, path.stem.split("-")[1:])
+    assert last - first == steps - 1
+    trace = json.loads(path.read_text())
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {event["pid"] for event in events} == set(range(ranks))
+    for row in trace["tandem"]["ranks"]:
+        assert (row["after"], row["steps"]) == (first - 1, steps)
+        assert row["clock_uncertainty_us"] + abs(row["clock_ahead_us"]) < 1000
+    for rank in range(ranks):
+        ends = [each for each in events if each["pid"] == rank and each["name"].startswith("Optimizer.step#")]
+        # A script's steps begin and end inside an optimizer's step, so the last one has no end.
+        assert steps - 1 <= len(ends) <= steps, ends
+    now = time.time()
+    begins = [trace["baseTimeNanoseconds"] / 1e9 + event["ts"] / 1e6 for event in events]
+    assert now - 120 < min(begins) <= max(begins) < now, "on the wall clock"
 
 
 def test_four_ranks_at_four_places_are_found_within_two_seconds(runs: Runs) -> None:
@@ -65,8 +86,30 @@ def test_a_task_is_looked_into_while_it_trains(runs: Runs) -> None:
     code, said = verb(runs, "stacks", "run")
     assert code == 0 and "rank 0 on node 0" in said and "rank 1 on node 1" in said, said
     assert "training/loop.py" in said, said
+    code, said = verb(runs, "profile", "run", "--steps", 4)
+    assert code == 0, said
+    check_trace(runs.folder / "run", ranks=2, steps=4)
     code, said = runs.processes.wait(process)
     assert code == 0, said
     assert runs.summary("run")["weights_sha256"] == undisturbed
     assert runs.summary("run")["restarts"] == 0
     assert not os.path.exists(runs.folder / "run" / "log" / "inspection.json")
+
+
+def test_a_script_is_profiled_and_its_weights_are_those_of_a_calm_run(runs: Runs) -> None:
+    text = program_text("inspection_script")
+    (runs.folder / "trains.py").write_text(text)
+    ours = ["--metrics", "0", "--metrics-linger", "0", "--nproc", "2"]
+
+    def launch(run: str) -> list[str]:
+        return [sys.executable, "-m", "tandem", "launch", *ours, "--run-dir", run, "trains.py", f"{run}.pt"]
+
+    process = runs.processes.start(launch("run"), cwd=runs.folder, env=runs.environment)
+    runs.until(lambda: (runs.folder / "run" / "log" / "inspection.json").exists(), "agent")
+    runs.until(lambda: verb(runs, "profile", "run")[0] == 0, "profile")
+    check_trace(runs.folder / "run", ranks=2, steps=5)
+    code, said = runs.processes.wait(process)
+    assert code == 0 and "profiler" not in said.lower(), said
+    code, said = runs.processes.run(launch("calm"), 200, cwd=runs.folder, env=runs.environment)
+    assert code == 0, said
+    assert (runs.folder / "run.pt").read_bytes() == (runs.folder / "calm.pt").read_bytes()

@@ -16,15 +16,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from program_files import program_text
 from tandem import cli
 from tandem.errors import ConfigError
+from tandem.launch.clock_offsets import Offset, measure
+from tandem.launch.clock_offsets import answer as answer_clock
 from tandem.launch.inspection import KEY, LocalRanks, RemoteNodes, _packed, _requests, send_chunks
 from tandem.launch.inspection_socket import InspectionSocket
 from tandem.report.inspected import stacks_text
+from tandem.report.traces import merged
 from tandem.run.directory import RunDir
+from tandem.telemetry import profiling
 from tandem.telemetry.inspection import Answer, Request, handle
 from tandem.telemetry.stacks import is_helper, parse_dump, thread_stacks
 
@@ -145,19 +150,22 @@ def test_what_is_no_request_is_dropped(words: bytes) -> None:
     assert _requests(words) == []
 
 
-def test_large_answers_travel_in_chunks_and_nonsense_is_no_answer() -> None:
+def test_large_answers_travel_in_chunks_and_nonsense_is_no_answer(tmp_path: Path) -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     theirs = TCPStore("127.0.0.1", server.port, is_master=False)
-    remote = RemoteNodes(server, STACKS, [1, 2])
-    answers = {5: Answer(5, {"noise": os.urandom(2_000_000).hex()}), 6: Answer(6, error="no")}
-    sender = threading.Thread(target=send_chunks, args=(theirs, STACKS, 1, _packed(answers)))
+    remote = RemoteNodes(server, STACKS, [1, 2], tmp_path)
+    noise = os.urandom(2_500_000)
+    (tmp_path / "own").write_bytes(noise)
+    answers = {5: Answer(5, {"a": 1}, file="own"), 6: Answer(6, error="no")}
+    sender = threading.Thread(target=send_chunks, args=(theirs, STACKS, 1, _packed(answers, tmp_path)))
     sender.start()
     server.set(f"{KEY}/a/2/0", ".nonsense")
     deadline = time.monotonic() + 60
     while remote.missing and time.monotonic() < deadline:
         remote.poll()
     sender.join(timeout=30)
-    assert remote.answers == {1: list(answers.values()), 2: []}
+    assert remote.answers == {1: [Answer(5, {"a": 1}, file="a-5.trace"), answers[6]], 2: []}
+    assert (tmp_path / "a-5.trace").read_bytes() == noise and not (tmp_path / "own").exists()
     assert server.num_keys() <= 1, "node 0 removes what it has read"  # torch's own key
 
 
@@ -171,6 +179,92 @@ def test_ranks_at_the_same_place_share_a_block() -> None:
     assert "step 1,200, backward for 0.3 s, waiting for other ranks" in text
     assert "--all-threads" in text and "node 3\n  the node did not answer" in text
     assert "  t, most" in stacks_text({"answers": rows}, all_threads=True)
+
+
+def test_the_clock_of_another_node_is_measured_through_the_store() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    theirs = TCPStore("127.0.0.1", server.port, is_master=False)
+
+    def measured(ahead: int) -> Offset | None:
+        other = threading.Thread(target=answer_clock, args=(theirs, "a", lambda: time.time_ns() + ahead))
+        other.start()
+        found = measure(server, "a")
+        other.join(timeout=30)
+        return found
+
+    shared = measured(0)
+    assert shared is not None and shared.ahead == 0, "nodes of one machine"
+    late = measured(-3_000_000_000)
+    assert late is not None and abs(late.ahead + 3_000_000_000) <= late.uncertainty
+    assert server.num_keys() <= 1
+
+
+def traced(path: Path, base: int, *events: dict[str, Any]) -> str:
+    path.write_text(json.dumps({"baseTimeNanoseconds": base, "traceEvents": list(events)}))
+    return str(path)
+
+
+def test_traces_are_merged_on_node_0s_clock(tmp_path: Path) -> None:
+    """Ranks in two containers have the same process numbers, GPUs are numbered from 0 on each node."""
+    step = {"ph": "X", "name": "step", "pid": 7, "tid": 7, "ts": 1000.0, "dur": 1.0}
+    kernel = {**step, "name": "kernel", "pid": 0, "tid": 7}
+    arrow = {"ph": "s", "id": 5, "pid": 7, "tid": 7, "ts": 1000.0, "cat": "f", "name": "f"}
+    marks = {"ph": "X", "name": "Spans", "pid": "Spans", "tid": "x", "ts": 1.0}
+    named = {"ph": "M", "name": "thread_name", "pid": 0, "tid": 7, "args": {"name": "stream 7"}}
+    paths = [
+        traced(tmp_path / "0", 1_000_000, step, kernel, arrow, marks, named),
+        traced(tmp_path / "1", 2_000_000, step, kernel, arrow),
+    ]
+    parts = [
+        {"rank": rank, "node": rank, "node_name": f"n{rank}", "path": paths[rank], "ahead": rank * 400_000}
+        for rank in (1, 0)
+    ]
+    found = merged(parts, {"run": "r"})
+    events = [event for event in found["traceEvents"] if event["ph"] != "M"]
+    assert [(event["pid"], event["name"], event["ts"]) for event in events if event["ph"] == "X"] == [
+        (0, "step", 1000.0),
+        (0, "kernel", 1000.0),
+        (1, "step", 1600.0),
+        (1, "kernel", 1600.0),
+    ], "rank 1's base is 1 ms later, and its clock 0.4 ms ahead"
+    assert len({event["id"] for event in events if event["ph"] == "s"}) == 2
+    assert len({(event["pid"], event["tid"]) for event in events}) == 4
+    names = [event["args"].get("name") for event in found["traceEvents"] if event["ph"] == "M"]
+    assert "rank 1 on node 1 (n1)" in names and "stream 7" in names
+    with pytest.raises(ValueError):
+        merged([{**parts[0], "path": traced(tmp_path / "2", 0) and __file__}], {})
+
+
+class Reports(list[tuple[Any, ...]]):
+    def __call__(self, *words: Any) -> None:
+        self.append(words)
+
+
+def test_a_rank_records_whole_steps_and_refuses_a_second_profile(tmp_path: Path) -> None:
+    linear = torch.nn.Linear(4, 4)
+    first, second, third = Reports(), Reports(), Reports()
+    profiling.ask({"first": 3, "steps": 2}, tmp_path / "trace", first)
+    profiling.ask({"first": 3, "steps": 2}, tmp_path / "other", second)
+    assert second[0][1] == "a profile is being recorded"
+    for step in range(1, 8):
+        linear(torch.ones(1, 4))
+        profiling.step_ended(step)
+    deadline = time.monotonic() + 30
+    while not first and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert first[0][0]["after"] == 3 and first[0][1] is None
+    names = [event["name"] for event in json.loads((tmp_path / "trace").read_text())["traceEvents"]]
+    assert names.count("aten::linear") == 2
+    with torch.profiler.profile():
+        profiling.ask({"first": 0, "steps": 2}, tmp_path / "third", third)
+        profiling.step_ended(9)
+    assert "itself" in third[0][1], "the program's own profile is left alone"
+    profiling.ask({"first": 0, "steps": 2}, tmp_path / "third", third)
+    profiling.step_ended(10)
+    profiling.cancel()
+    profiling.step_ended(11)
+    profiling.step_ended(12)
+    assert len(third) == 1 and not (tmp_path / "third").exists()
 
 
 class _Refusing:

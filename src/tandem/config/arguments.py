@@ -68,6 +68,10 @@ EXAMPLES: Mapping[str, Mapping[str, str]] = {
         "tandem stacks runs/digits": "the main thread of every rank",
         "kubectl exec POD -- tandem stacks /runs/digits --all-threads": "POD is node 0's",
     },
+    "profile": {
+        "tandem profile runs/digits": "the next 5 steps; open the file in https://ui.perfetto.dev",
+        "tandem profile runs/digits --steps 20": "the next 20 steps",
+    },
     "kill": {
         "tandem kill runs/digits --rank 1": "SIGKILL: the rank is restarted and the run continues",
         "tandem kill runs/digits --node 1 --signal STOP": "simulate a node that hangs",

@@ -8,25 +8,30 @@ docs/architecture.md#looking-inside-a-run.
 
 import json
 import logging
+import math
 import threading
 import time
 import uuid
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.errors import ConfigError
+from tandem.launch.clock_offsets import Offset, measure
+from tandem.launch.clock_offsets import answer as answer_clock
+from tandem.launch.merged_profile import trace_parts, write_merged
 from tandem.launch.native_stacks import NativeStacks
 from tandem.launch.node_context import NodeContext
 from tandem.launch.workers import has_handler
 from tandem.process import send, stat_of
 from tandem.telemetry.hangs import Beat
-from tandem.telemetry.inspection import Answer, Request, answer_path, to_rank
+from tandem.telemetry.inspection import ACTIONS, CANCEL, Answer, Request, answer_path, to_rank
 from tandem.telemetry.messages import checked
 from tandem.telemetry.stacks import LAST_RESORT, parse_dump, stacks_file
 from tandem.timeouts import (
@@ -35,6 +40,7 @@ from tandem.timeouts import (
     MONITOR_SECONDS,
     NATIVE_SECONDS,
     NO_ANSWER_SECONDS,
+    PROFILE_SECONDS,
 )
 
 log = logging.getLogger("tandem.inspection")
@@ -43,6 +49,11 @@ KEY = "inspection"
 """The key of the store with the open requests, a JSON list. It exists only while there are some."""
 CHUNK_BYTES = 1024 * 1024
 """An answer travels in values of this size: torch's store rejects those above 8 MiB."""
+MOST_STEPS = 1000
+LEAD_SECONDS = 1.0
+"""Between a request and the first step of a profile: less than a second until all ranks have it."""
+KEPT_BEATS = 25
+"""The last five seconds of heartbeats, from which the pace of the steps is known."""
 STATES = {
     "T": "it is stopped",
     "t": "a debugger holds it",
@@ -63,6 +74,7 @@ class LocalRanks:
     ) -> None:
         self.request = request
         self._pids = dict(pids)
+        self._tell = tell
         self._folder = folder
         self._files = {rank: stacks_file(logs, rank) for rank in pids}
         self._sizes = {rank: _bytes(path) for rank, path in self._files.items()}
@@ -115,6 +127,10 @@ class LocalRanks:
 
     def finish(self) -> None:
         """Record why the ranks that are still silent gave no answer, and add what py-spy has read."""
+        if self.missing and self.request.action == "profile":
+            end = to_rank(replace(self.request, action=CANCEL), 0, self._folder)
+            for rank in self.missing:
+                self._tell(self._pids[rank], end)
         self._give_up()
         if self._native is not None:
             for rank, answer in self.answers.items():
@@ -124,6 +140,9 @@ class LocalRanks:
 
     def _give_up(self) -> None:
         for rank in self.missing:
+            if self.request.action == "profile":
+                self.answers[rank] = Answer(rank, error="its steps did not end in time")
+                continue
             state = STATES.get("".join(stat_of(self._pids[rank])[:1]))
             if state is None and not self._heard[rank]:
                 state = "it does not read the requests of its agent"
@@ -140,9 +159,10 @@ def _bytes(path: Path) -> int:
 class RemoteNodes:
     """The answers of the other nodes to one request, which arrive in the store in chunks."""
 
-    def __init__(self, store: TCPStore, request: Request, nodes: Sequence[int]) -> None:
+    def __init__(self, store: TCPStore, request: Request, nodes: Sequence[int], folder: Path) -> None:
         self._store = store
         self._id = request.id
+        self._folder = folder
         self._parts: dict[int, list[bytes]] = {node: [] for node in nodes}
         self.missing = set(nodes)
         self.answers: dict[int, list[Answer]] = {}
@@ -159,7 +179,7 @@ class RemoteNodes:
             self._parts[node].append(value[1:])
             if value[:1] != MORE:
                 self.missing.discard(node)
-                self.answers[node] = _unpacked(b"".join(self._parts.pop(node)))
+                self.answers[node] = _unpacked(b"".join(self._parts.pop(node)), self._folder, self._id)
 
 
 MORE = b"+"
@@ -170,15 +190,33 @@ def _chunk_key(request: str, node: int, number: int) -> str:
     return f"{KEY}/{request}/{node}/{number}"
 
 
-def _packed(answers: Mapping[int, Answer]) -> bytes:
-    return zlib.compress(json.dumps([asdict(each) for each in answers.values()]).encode(), 1)
+def _packed(answers: Mapping[int, Answer], folder: Path) -> bytes:
+    """Return the answers and their files in `folder`, which are removed: a line of JSON, then the files."""
+    files = []
+    for answer in answers.values():
+        path = folder / Path(answer.file or "").name
+        files.append(path.read_bytes() if answer.file else b"")
+        if answer.file:
+            path.unlink()
+    head = [[asdict(each), len(file)] for each, file in zip(answers.values(), files, strict=True)]
+    return zlib.compress(b"".join([json.dumps(head).encode(), b"\n", *files]), 1)
 
 
-def _unpacked(data: bytes) -> list[Answer]:
+def _unpacked(data: bytes, folder: Path, request: str) -> list[Answer]:
     """Inverse of `_packed`; empty for anything else, which any client of the store may have written."""
     try:
-        return [checked(Answer, each) for each in json.loads(zlib.decompress(data))]
-    except (ValueError, TypeError, zlib.error, RecursionError):
+        head, _, rest = zlib.decompress(data).partition(b"\n")
+        answers = []
+        for words, size in json.loads(head):
+            answer = checked(Answer, words)
+            if answer.file:
+                # Named here: another node must not choose where this one writes.
+                answer.file = f"{request}-{answer.rank}.trace"
+                (folder / answer.file).write_bytes(rest[:size])
+            rest = rest[size:]
+            answers.append(answer)
+        return answers
+    except (ValueError, TypeError, OSError, zlib.error, RecursionError):
         return []
 
 
@@ -204,11 +242,13 @@ class Inspector:
         self._lock = threading.Lock()
         self._open: dict[str, Request] = {}
         self._beats: dict[int, Beat] = {}
+        self._progress = deque[tuple[float, int]](maxlen=KEPT_BEATS)
         self._serving: dict[str, threading.Event] = {}  # requests of node 0, with what ends them
 
     def note(self, beats: Sequence[Beat]) -> None:
         """Keep what node 0 knows of all ranks."""
         self._beats = {beat.rank: beat for beat in beats}
+        self._progress.append((time.monotonic(), max((beat.step for beat in beats), default=0)))
 
     def ask(
         self, action: str, options: Mapping[str, float], is_cancelled: Callable[[], bool] = lambda: False
@@ -220,13 +260,48 @@ class Inspector:
         local = self._local_pids()
         if not local:
             raise ConfigError("the run has no ranks at the moment: it is starting, restarting or ending")
-        limit = ANSWER_SECONDS + (NATIVE_SECONDS if options.get("native") else 0)
-        request = Request(uuid.uuid4().hex[:12], action, limit, dict(options))
+        request = self._request(action, options)
+        offsets: dict[int, Offset | None] = {}
         with self._published(request) as store:
-            answers, silent = self._gathered(request, local, store, is_cancelled)
+            ranks = LocalRanks(request, local, self._node.workers.tell, self._folder, self._node.run.logs)
+            if action == "profile" and store is not None:
+                offsets = {node: measure(store, _clock(request, node)) for node in self._other_nodes()}
+            answers, silent = self._gathered(request, ranks, store, is_cancelled)
         rows = [self._row(answer, node) for node, answer in answers]
+        result: dict[str, Any] = {"run": str(self._node.run.folder), "action": action, "answers": rows}
+        if action == "profile":
+            names = {beat.rank: beat.node_name for beat in self._beats.values()}
+            parts = trace_parts(answers, names, offsets, self._folder)
+            result |= write_merged(self._node.run.folder, parts, self._folder / f"{request.id}.job")
         rows += [{"node": node, "error": "the node did not answer"} for node in silent]
-        return {"run": str(self._node.run.folder), "action": action, "answers": rows}
+        return result
+
+    def _request(self, action: str, options: Mapping[str, float]) -> Request:
+        """Return the request with what only node 0 knows. Raises ConfigError if it makes no sense."""
+        if action not in ACTIONS:
+            raise ConfigError(f"unknown request {action!r}; expected one of {', '.join(ACTIONS)}")
+        asked = {str(name): float(value) for name, value in options.items()}
+        limit = ANSWER_SECONDS + (NATIVE_SECONDS if asked.get("native") else 0)
+        if action == "profile":
+            limit = PROFILE_SECONDS
+            if not 1 <= asked.get("steps", 0) <= MOST_STEPS:
+                raise ConfigError(f"--steps: expected a number from 1 to {MOST_STEPS}")
+            asked["first"] = self._next_step()
+        return Request(uuid.uuid4().hex[:12], action, limit, asked)
+
+    def _next_step(self) -> int:
+        """Return a step that no rank has reached when the request arrives, so that all record the same steps.
+
+        Raises ConfigError if no steps are known.
+        """
+        if not any(beat.trained for beat in self._beats.values()):
+            why = "no step is finished yet; in a script, the calls of optimizer.step() are the steps"
+            raise ConfigError(f"where a step begins is not known: {why}")
+        first_at, first = self._progress[0]
+        last_at, last = self._progress[-1]
+        pace = (last - first) / (last_at - first_at) if last_at > first_at else 0.0
+        # Heartbeats and the request take their time, too.
+        return last + 1 + math.ceil(pace * (time.monotonic() - last_at + LEAD_SECONDS))
 
     def _local_pids(self) -> dict[int, int]:
         running = set(self._node.workers.pids().values())
@@ -266,13 +341,12 @@ class Inspector:
     def _gathered(
         self,
         request: Request,
-        pids: Mapping[int, int],
+        local: LocalRanks,
         store: TCPStore | None,
         is_cancelled: Callable[[], bool],
     ) -> tuple[list[tuple[int, Answer]], list[int]]:
         """Return (node, answer) of the ranks in their order, and the nodes that did not answer in time."""
-        local = LocalRanks(request, pids, self._node.workers.tell, self._folder, self._node.run.logs)
-        others = RemoteNodes(store, request, self._other_nodes()) if store is not None else None
+        others = RemoteNodes(store, request, self._other_nodes(), self._folder) if store is not None else None
         deadline = time.monotonic() + request.limit
         # One check per node and poll, so more nodes mean longer pauses.
         pause = max(MONITOR_SECONDS, self._node.placement.nodes / 1000)
@@ -313,27 +387,32 @@ class Inspector:
         requests = _requests(bytes(store.get(KEY))) if store.check([KEY]) else []
         for request in requests:
             if request.id not in self._serving:
-                self._serving[request.id] = threading.Event()
+                ends = self._serving[request.id] = threading.Event()
                 threading.Thread(
-                    target=self._serve, args=(request,), name="tandem-inspection", daemon=True
+                    target=self._serve, args=(request, ends), name="tandem-inspection", daemon=True
                 ).start()
         for gone in self._serving.keys() - {request.id for request in requests}:
             self._serving.pop(gone).set()
 
-    def _serve(self, request: Request) -> None:
-        is_over = self._serving[request.id]
+    def _serve(self, request: Request, is_over: threading.Event) -> None:
         try:
             pids = self._local_pids()
             local = LocalRanks(request, pids, self._node.workers.tell, self._folder, self._node.run.logs)
+            store = self._node.endpoint.connect()
+            if request.action == "profile":
+                answer_clock(store, _clock(request, self._number))
             deadline = time.monotonic() + request.limit
             while not local.is_done and time.monotonic() < deadline and not is_over.is_set():
                 local.poll()
                 time.sleep(MONITOR_SECONDS)
             local.finish()
-            store = self._node.endpoint.connect()
-            send_chunks(store, request, self._number, _packed(local.answers), is_over.is_set)
+            send_chunks(store, request, self._number, _packed(local.answers, self._folder), is_over.is_set)
         except Exception as error:  # node 0 reports that this node did not answer
             log.debug("cannot answer a request of node 0: %s", error)
+
+
+def _clock(request: Request, node: int) -> str:
+    return f"{KEY}/{request.id}/{node}/clock"
 
 
 def _requests(text: bytes) -> list[Request]:

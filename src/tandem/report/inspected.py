@@ -16,6 +16,26 @@ def stacks_text(result: Mapping[str, Any], all_threads: bool = False) -> str:
     return "\n\n".join("\n".join([*map(_position, rows), body]) for body, rows in blocks.items())
 
 
+def profile_text(result: Mapping[str, Any]) -> str:
+    """Return where the trace is and how far its clocks may differ, and one line per rank without a trace."""
+    lines = []
+    if result.get("file"):
+        rows = [row for row in result["answers"] if not row.get("error")]
+        lines.append(
+            f"steps {result['first']:,} to {result['last']:,} of {len(rows)} ranks: {result['file']}"
+        )
+        skew = result.get("clock_uncertainty_us")
+        if skew is None:
+            lines.append("the clock of a node could not be compared; its rows may be shifted")
+        elif skew:
+            lines.append(f"clocks of the nodes agree within {skew / 1000:.2f} ms")
+    for row in result["answers"]:
+        if row.get("error"):
+            who = f"rank {row['rank']}" if row.get("rank") is not None else f"node {row['node']}"
+            lines.append(f"no profile of {who}: {row['error']}")
+    return "\n".join(lines)
+
+
 def _position(row: Row) -> str:
     """Return where a rank is, by its last heartbeat: "rank 1 on node 0 (a): step 12, backward for 0.3 s"."""
     if row.get("rank") is None:

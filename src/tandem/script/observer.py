@@ -23,7 +23,7 @@ from tandem import running_clock
 from tandem.distributed.position import Position
 from tandem.log import renew_outputs
 from tandem.script.job import Job
-from tandem.telemetry import metrics
+from tandem.telemetry import metrics, profiling
 from tandem.telemetry.hangs import HangLimits
 from tandem.telemetry.messages import Heartbeat, Samples, Send
 from tandem.telemetry.meter import StepTimes
@@ -198,6 +198,7 @@ class Watch:
             self._ended_at = now
         if not self._is_silent:
             self._pace.stepped(optimizer)
+            profiling.step_ended(self.steps)
         if self.steps == 1 and self._position.local_rank == 0:
             self._save_imports()
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tandem import running_clock
+from tandem.telemetry import profiling
 from tandem.telemetry.meter import StepTimes
 from tandem.torch_private import after_gradients, around_compilation
 
@@ -114,6 +115,7 @@ class Clock:
         self._step_began = self.since
         times = self._timer.end()
         self.recent += times
+        profiling.step_ended(self.step)
         return times
 
     def pause(self) -> None:

@@ -12,10 +12,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tandem.telemetry import profiling
 from tandem.telemetry.messages import checked
 from tandem.telemetry.stacks import thread_stacks
 
-ACTIONS = ("stacks",)
+ACTIONS = ("stacks", "profile")
+CANCEL = "cancel"
+"""Ends what a rank is recording; only ranks get it."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,14 @@ def handle(message: bytes) -> None:
     def answer(facts: Mapping[str, Any], error: str | None = None, file: Path | None = None) -> None:
         write_answer(folder, request.id, Answer(rank, dict(facts), error, file.name if file else None))
 
+    if request.action == CANCEL:
+        profiling.cancel()
     # At once and not in a new thread, which may not start in a process that is short of something.
     if request.action == "stacks":
         _reporting(lambda: answer({"threads": thread_stacks()}), answer)
+    elif request.action == "profile":
+        path = folder / f"{request.id}-{rank}.trace"
+        _reporting(lambda: profiling.ask(request.options, path, answer), answer)
 
 
 def _reporting(run: Callable[[], None], answer: Callable[[Mapping[str, Any], str], None]) -> None:

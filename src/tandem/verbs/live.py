@@ -43,6 +43,23 @@ def stacks_options(parser: "Parser") -> None:
     parser.option("--native", bool, text)
 
 
+def profile(options: "Namespace", environ: Environment) -> int:
+    """Record the next steps of all ranks, and print where the trace is; return 1 if a rank gave none."""
+    from tandem.log import printable
+    from tandem.report.inspected import profile_text
+
+    result = _ask(options, "profile", {"steps": options.steps})
+    print("\n".join(map(printable, profile_text(result).split("\n"))))
+    return _code(result)
+
+
+def profile_options(parser: "Parser") -> None:
+    from tandem.config import Count
+
+    _run_argument(parser)
+    parser.option("--steps", Count, "number of steps to record", 5)
+
+
 def _run_argument(parser: "Parser") -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory of a running run")
 
@@ -53,6 +70,13 @@ VERBS: Mapping[str, Verb] = {
         "RUN_DIR [--all-threads] [--native]",
         "show where every rank of a running run is: file and line",
         stacks_options,
+        takes_settings=False,
+    ),
+    "profile": Verb(
+        profile,
+        "RUN_DIR [--steps N]",
+        "record the next steps of all ranks of a running run in one trace",
+        profile_options,
         takes_settings=False,
     ),
 }
