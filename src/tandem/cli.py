@@ -182,7 +182,8 @@ VERBS: Mapping[str, Verb] = {
 GROUPS: Mapping[str, Sequence[str]] = {
     "Run": ("demo", "launch", "train", "cluster"),
     "Write": ("init", "check"),
-    "Inspect": ("runs", "stacks", "profile", "page", "report", "checkpoints", "eval", "health", "doctor"),
+    "Inspect": ("runs", "page", "report", "checkpoints", "eval", "health", "doctor"),
+    "Look inside": ("stacks", "profile", "memory"),
     "Use": ("export", "track"),
     "Deploy": ("k8s",),
     "Prove": ("verify-resume", "bench", "kill"),

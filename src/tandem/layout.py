@@ -51,7 +51,7 @@ FOLDERS_OF_NOTES = {
         r"((rank|node)-\d+|tracker)\.log(\.1)?|(flight|ended)-.+\.json|inspection\.json|stacks-rank-\d+\.txt"
     ),
     TENSORBOARD: re.compile(r"events\.out\.tfevents\..+"),
-    PROFILE: re.compile(r"rank-\d+\.json|steps-\d+-\d+\.json"),
+    PROFILE: re.compile(r"rank-\d+\.json|steps-\d+-\d+\.json|memory-rank-\d+\.pickle"),
     WANDB: re.compile(r"(offline-)?run-.+|latest-run|debug(-internal)?\.log|settings"),
 }
 """Directories next to them, with the names of files that tandem and wandb write there.
@@ -96,6 +96,11 @@ def array_note(array: str) -> str:
 def merged_profile(first: int, last: int) -> str:
     """The trace of all ranks in PROFILE that `tandem profile` writes."""
     return f"steps-{first}-{last}.json"
+
+
+def memory_snapshot(rank: int) -> str:
+    """The name of a GPU's allocator snapshot in PROFILE that `tandem memory` writes."""
+    return f"memory-rank-{rank}.pickle"
 
 
 def begun_note(job: str) -> str:

@@ -47,6 +47,8 @@ ANSWER_SECONDS = 1.6
 """For the stacks of all nodes: as above, and a round of the watchdog's exchange in each direction."""
 PROFILE_SECONDS = 600.0
 """For the steps of `tandem profile`: an evaluation or a save may come between them."""
+MEMORY_SECONDS = 20.0
+"""For the answer of `tandem memory` after the seconds that were asked for: a snapshot may have megabytes."""
 NATIVE_SECONDS = 20.0
 """For py-spy, which reads torch's symbols: a second on an idle machine."""
 NO_ANSWER_SECONDS = 0.5

@@ -108,8 +108,27 @@ def test_a_script_is_profiled_and_its_weights_are_those_of_a_calm_run(runs: Runs
     runs.until(lambda: (runs.folder / "run" / "log" / "inspection.json").exists(), "agent")
     runs.until(lambda: verb(runs, "profile", "run")[0] == 0, "profile")
     check_trace(runs.folder / "run", ranks=2, steps=5)
+    code, said = verb(runs, "memory", "run", "--seconds", 1)
+    assert code == 0 and said.count("resident memory") == 2, said
+    assert "float32 [16, 16] on cpu" in said and "and still in use" in said, said
     code, said = runs.processes.wait(process)
     assert code == 0 and "profiler" not in said.lower(), said
     code, said = runs.processes.run(launch("calm"), 200, cwd=runs.folder, env=runs.environment)
     assert code == 0, said
     assert (runs.folder / "run.pt").read_bytes() == (runs.folder / "calm.pt").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_custom_loop_is_profiled(runs: Runs) -> None:
+    text = program_text("own_loops_small").replace("    seen += 1\n", "    seen += 1\n    time.sleep(0.05)\n")
+    (runs.folder / "loop.py").write_text("import time\n" + text.replace("epochs=3", "epochs=12"))
+    ours = ["--metrics", "0", "--metrics-linger", "0", "--nproc", "2", "--run-dir", "run"]
+    command = [sys.executable, "-m", "tandem", "launch", *ours, "loop.py"]
+    process = runs.processes.start(command, cwd=runs.folder, env=runs.environment)
+    runs.until(lambda: (runs.folder / "run" / "log" / "inspection.json").exists(), "agent")
+    runs.until(lambda: verb(runs, "profile", "run", "--steps", 3)[0] == 0, "profile")
+    check_trace(runs.folder / "run", ranks=2, steps=3)
+    code, said = verb(runs, "stacks", "run")
+    assert code == 0 and "loop.py:" in said, said
+    code, said = runs.processes.wait(process)
+    assert code == 0, said

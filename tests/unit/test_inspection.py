@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,16 +21,17 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from program_files import program_text
-from tandem import cli
+from tandem import cli, layout
 from tandem.errors import ConfigError
 from tandem.launch.clock_offsets import Offset, measure
 from tandem.launch.clock_offsets import answer as answer_clock
 from tandem.launch.inspection import KEY, LocalRanks, RemoteNodes, _packed, _requests, send_chunks
 from tandem.launch.inspection_socket import InspectionSocket
-from tandem.report.inspected import stacks_text
+from tandem.launch.recordings import keep_snapshots
+from tandem.report.inspected import memory_text, stacks_text
 from tandem.report.traces import merged
 from tandem.run.directory import RunDir
-from tandem.telemetry import profiling
+from tandem.telemetry import memory_use, profiling
 from tandem.telemetry.inspection import Answer, Request, handle
 from tandem.telemetry.stacks import is_helper, parse_dump, thread_stacks
 
@@ -164,8 +166,8 @@ def test_large_answers_travel_in_chunks_and_nonsense_is_no_answer(tmp_path: Path
     while remote.missing and time.monotonic() < deadline:
         remote.poll()
     sender.join(timeout=30)
-    assert remote.answers == {1: [Answer(5, {"a": 1}, file="a-5.trace"), answers[6]], 2: []}
-    assert (tmp_path / "a-5.trace").read_bytes() == noise and not (tmp_path / "own").exists()
+    assert remote.answers == {1: [Answer(5, {"a": 1}, file="a-5.file"), answers[6]], 2: []}
+    assert (tmp_path / "a-5.file").read_bytes() == noise and not (tmp_path / "own").exists()
     assert server.num_keys() <= 1, "node 0 removes what it has read"  # torch's own key
 
 
@@ -265,6 +267,53 @@ def test_a_rank_records_whole_steps_and_refuses_a_second_profile(tmp_path: Path)
     profiling.step_ended(11)
     profiling.step_ended(12)
     assert len(third) == 1 and not (tmp_path / "third").exists()
+
+
+def test_memory_shows_tensors_once_and_what_was_allocated_meanwhile(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.zeros(300, 401))
+    weight.grad = torch.zeros(300, 401)
+    view = weight.detach()[:7]
+    done = threading.Event()
+    kept: list[bytearray] = []
+
+    def allocate() -> None:
+        while not done.wait(0.01):
+            kept.append(bytearray(100_000))
+
+    other = threading.Thread(target=allocate)
+    other.start()
+    found = Reports()
+    memory_use.measure({"seconds": 0.3}, tmp_path / "snapshot", found)
+    done.set()
+    other.join()
+    ((facts, error, file),) = found
+    assert error is None and file is None and not tracemalloc.is_tracing() and len(view) == 7
+    sizes = [(row["count"], row["bytes"]) for row in facts["tensors"] if "401" in row["shape"]]
+    total = sum(size for _, size in sizes)
+    assert total == 2 * 300 * 401 * 4, "the weight and its gradient, no view"
+    assert any(row["place"].startswith(__file__) and row["bytes"] >= 100_000 for row in facts["lines"])
+    text = memory_text({"answers": [{"rank": 0, "node": 0, **facts}, {"node": 1, "error": "no"}]})
+    assert "401] on cpu" in text and text.endswith("node 1\n  no")
+    gpu = {"gpu": 1, "allocated": 5, "reserved": 6, "peak": 7}
+    row = {"rank": 0, "node": 0, "resident_bytes": 1, "gpus": [gpu], "snapshot": "a.pickle"}
+    assert "GPU 1, in bytes: allocated 5" in memory_text({"answers": [row]})
+
+
+def test_a_program_that_traces_its_memory_goes_on_tracing(tmp_path: Path) -> None:
+    tracemalloc.start()
+    try:
+        memory_use.measure({"seconds": 0.01}, tmp_path / "snapshot", Reports())
+        assert tracemalloc.is_tracing()
+    finally:
+        tracemalloc.stop()
+
+
+def test_snapshots_of_gpus_are_moved_to_the_run(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"snapshot")
+    answers = [Answer(3, file="a"), Answer(4, error="no")]
+    keep_snapshots(answers, tmp_path, tmp_path / "run")
+    assert Path(answers[0].facts["snapshot"]).read_bytes() == b"snapshot" and not (tmp_path / "a").exists()
+    assert layout.FOLDERS_OF_NOTES[layout.PROFILE].fullmatch(Path(answers[0].facts["snapshot"]).name)
 
 
 class _Refusing:

@@ -72,6 +72,9 @@ EXAMPLES: Mapping[str, Mapping[str, str]] = {
         "tandem profile runs/digits": "the next 5 steps; open the file in https://ui.perfetto.dev",
         "tandem profile runs/digits --steps 20": "the next 20 steps",
     },
+    "memory": {
+        "tandem memory runs/digits": "allocations of the next 3 seconds, and all tensors",
+    },
     "kill": {
         "tandem kill runs/digits --rank 1": "SIGKILL: the rank is restarted and the run continues",
         "tandem kill runs/digits --node 1 --signal STOP": "simulate a node that hangs",

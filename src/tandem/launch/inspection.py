@@ -25,9 +25,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from tandem.errors import ConfigError
 from tandem.launch.clock_offsets import Offset, measure
 from tandem.launch.clock_offsets import answer as answer_clock
-from tandem.launch.merged_profile import trace_parts, write_merged
 from tandem.launch.native_stacks import NativeStacks
 from tandem.launch.node_context import NodeContext
+from tandem.launch.recordings import keep_snapshots, trace_parts, write_merged
 from tandem.launch.workers import has_handler
 from tandem.process import send, stat_of
 from tandem.telemetry.hangs import Beat
@@ -37,6 +37,7 @@ from tandem.telemetry.stacks import LAST_RESORT, parse_dump, stacks_file
 from tandem.timeouts import (
     ANSWER_SECONDS,
     LOCAL_ANSWER_SECONDS,
+    MEMORY_SECONDS,
     MONITOR_SECONDS,
     NATIVE_SECONDS,
     NO_ANSWER_SECONDS,
@@ -50,6 +51,7 @@ KEY = "inspection"
 CHUNK_BYTES = 1024 * 1024
 """An answer travels in values of this size: torch's store rejects those above 8 MiB."""
 MOST_STEPS = 1000
+MOST_SECONDS = 600
 LEAD_SECONDS = 1.0
 """Between a request and the first step of a profile: less than a second until all ranks have it."""
 KEPT_BEATS = 25
@@ -140,8 +142,8 @@ class LocalRanks:
 
     def _give_up(self) -> None:
         for rank in self.missing:
-            if self.request.action == "profile":
-                self.answers[rank] = Answer(rank, error="its steps did not end in time")
+            if self.request.action != "stacks":
+                self.answers[rank] = Answer(rank, error="no answer in time")
                 continue
             state = STATES.get("".join(stat_of(self._pids[rank])[:1]))
             if state is None and not self._heard[rank]:
@@ -211,7 +213,7 @@ def _unpacked(data: bytes, folder: Path, request: str) -> list[Answer]:
             answer = checked(Answer, words)
             if answer.file:
                 # Named here: another node must not choose where this one writes.
-                answer.file = f"{request}-{answer.rank}.trace"
+                answer.file = f"{request}-{answer.rank}.file"
                 (folder / answer.file).write_bytes(rest[:size])
             rest = rest[size:]
             answers.append(answer)
@@ -267,6 +269,8 @@ class Inspector:
             if action == "profile" and store is not None:
                 offsets = {node: measure(store, _clock(request, node)) for node in self._other_nodes()}
             answers, silent = self._gathered(request, ranks, store, is_cancelled)
+        if action == "memory":
+            keep_snapshots([answer for _, answer in answers], self._folder, self._node.run.folder)
         rows = [self._row(answer, node) for node, answer in answers]
         result: dict[str, Any] = {"run": str(self._node.run.folder), "action": action, "answers": rows}
         if action == "profile":
@@ -287,6 +291,10 @@ class Inspector:
             if not 1 <= asked.get("steps", 0) <= MOST_STEPS:
                 raise ConfigError(f"--steps: expected a number from 1 to {MOST_STEPS}")
             asked["first"] = self._next_step()
+        elif action == "memory":
+            if not 0 < asked.get("seconds", 0) <= MOST_SECONDS:
+                raise ConfigError(f"--seconds: expected a number from 1 to {MOST_SECONDS}")
+            limit = asked["seconds"] + MEMORY_SECONDS
         return Request(uuid.uuid4().hex[:12], action, limit, asked)
 
     def _next_step(self) -> int:

@@ -36,6 +36,31 @@ def profile_text(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def memory_text(result: Mapping[str, Any]) -> str:
+    """Return a block for each rank: sizes, its largest tensors, and the lines that allocated most."""
+    return "\n\n".join("\n".join([_position(row), *_memory(row)]) for row in result["answers"])
+
+
+def _memory(row: Row) -> list[str]:
+    if row.get("error"):
+        return [f"  {row['error']}"]
+    lines = [f"  resident memory: {row['resident_bytes']:,} bytes"]
+    for gpu in row.get("gpus") or ():
+        sizes = ", ".join(f"{name} {gpu[name]:,}" for name in ("allocated", "reserved", "peak"))
+        lines.append(f"  GPU {gpu['gpu']}, in bytes: {sizes}")
+    if row.get("snapshot"):
+        lines.append(f"  snapshot for https://pytorch.org/memory_viz: {row.get('snapshot')}")
+    if row.get("tensors"):
+        lines.append("  largest tensors, in bytes:")
+        for each in row["tensors"]:
+            what = f"{each['count']} x {each['type']} {each['shape']} on {each['device']}"
+            lines.append(f"    {each['bytes']:>14,}  {what}")
+    if row.get("lines"):
+        lines.append(f"  allocated by Python in {row['watched_seconds']:g} s and still in use, in bytes:")
+        lines += [f"    {each['bytes']:>14,}  {each['place']}" for each in row["lines"]]
+    return lines
+
+
 def _position(row: Row) -> str:
     """Return where a rank is, by its last heartbeat: "rank 1 on node 0 (a): step 12, backward for 0.3 s"."""
     if row.get("rank") is None:

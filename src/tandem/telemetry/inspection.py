@@ -7,6 +7,7 @@ docs/architecture.md#looking-inside-a-run.
 
 import json
 import os
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from tandem.telemetry import profiling
 from tandem.telemetry.messages import checked
 from tandem.telemetry.stacks import thread_stacks
 
-ACTIONS = ("stacks", "profile")
+ACTIONS = ("stacks", "profile", "memory")
 CANCEL = "cancel"
 """Ends what a rank is recording; only ranks get it."""
 
@@ -75,6 +76,21 @@ def handle(message: bytes) -> None:
     elif request.action == "profile":
         path = folder / f"{request.id}-{rank}.trace"
         _reporting(lambda: profiling.ask(request.options, path, answer), answer)
+    elif request.action == "memory":
+        # In a new thread, because this one must notice the end of the pipe meanwhile.
+        threading.Thread(
+            target=_reporting,
+            args=(lambda: measure_memory(request, folder / f"{request.id}-{rank}.memory", answer), answer),
+            name="tandem-inspection",
+            daemon=True,
+        ).start()
+
+
+def measure_memory(request: Request, path: Path, answer: Callable[..., None]) -> None:
+    """Measure the memory; its module is imported only now, because few ranks ever need it."""
+    from tandem.telemetry.memory_use import measure
+
+    measure(request.options, path, answer)
 
 
 def _reporting(run: Callable[[], None], answer: Callable[[Mapping[str, Any], str], None]) -> None:

@@ -60,6 +60,23 @@ def profile_options(parser: "Parser") -> None:
     parser.option("--steps", Count, "number of steps to record", 5)
 
 
+def memory(options: "Namespace", environ: Environment) -> int:
+    """Print what the memory of every rank holds; return 1 if one gave no answer."""
+    from tandem.log import printable
+    from tandem.report.inspected import memory_text
+
+    result = _ask(options, "memory", {"seconds": options.seconds})
+    print("\n".join(map(printable, memory_text(result).split("\n"))))
+    return _code(result)
+
+
+def memory_options(parser: "Parser") -> None:
+    from tandem.config import Count
+
+    _run_argument(parser)
+    parser.option("--seconds", Count, "how long to watch allocations; this slows Python on CPU ranks", 3)
+
+
 def _run_argument(parser: "Parser") -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory of a running run")
 
@@ -77,6 +94,13 @@ VERBS: Mapping[str, Verb] = {
         "RUN_DIR [--steps N]",
         "record the next steps of all ranks of a running run in one trace",
         profile_options,
+        takes_settings=False,
+    ),
+    "memory": Verb(
+        memory,
+        "RUN_DIR [--seconds N]",
+        "show what the memory of every rank of a running run holds",
+        memory_options,
         takes_settings=False,
     ),
 }

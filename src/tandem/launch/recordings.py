@@ -1,7 +1,8 @@
-"""Write the profiles of all ranks as one trace into the run directory."""
+"""Write what ranks have recorded to the run directory: profiles as one trace, and memory snapshots."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -64,3 +65,13 @@ def write_merged(run_folder: Path, parts: Sequence[Mapping[str, Any]], job: Path
     known = [part["clock_uncertainty_us"] for part in parts]
     skew = None if None in known else max(known)
     return {"file": str(output), "first": first, "last": last, "clock_uncertainty_us": skew}
+
+
+def keep_snapshots(answers: Sequence[Answer], folder: Path, run_folder: Path) -> None:
+    """Move the allocator snapshots from `folder` to the run directory, and note their path in the answers."""
+    for answer in answers:
+        if answer.file:
+            target = run_folder / layout.PROFILE / layout.memory_snapshot(answer.rank)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(folder / answer.file, target)
+            answer.facts["snapshot"] = str(target)
