@@ -1,7 +1,9 @@
 """Looking inside runs that train: real launches of tasks, scripts and custom loops, not prepared for it."""
 
+import http.client
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -28,6 +30,14 @@ def verb(runs: Runs, *words: object) -> tuple[int, str]:
 def all_at_their_place(logs: Path, ranks: int) -> bool:
     found = [logs / f"rank-{rank}.log" for rank in range(ranks)]
     return all(path.exists() and "at its place" in path.read_text() for path in found)
+
+
+def posted(address: str, headers: dict[str, str]) -> tuple[int, str]:
+    """Status and body of a request for stacks to the page."""
+    connection = http.client.HTTPConnection(address, timeout=30)
+    connection.request("POST", "/api/inspect/stacks", headers=headers)
+    response = connection.getresponse()
+    return response.status, response.read().decode()
 
 
 def check_trace(run: Path, ranks: int, steps: int) -> None:
@@ -80,7 +90,9 @@ def test_four_ranks_at_four_places_are_found_within_two_seconds(runs: Runs) -> N
 
 def test_a_task_is_looked_into_while_it_trains(runs: Runs) -> None:
     undisturbed = runs.undisturbed("--steps", 200)
+    (runs.folder / "token").write_text("word")
     flags = ("--nodes", 2, "--steps", 200, "--checkpoint-every", 20, "--threads", 1)
+    flags = (*flags, "--metrics-token-file", "token")
     process = runs.start("launch", "run", *flags, delay=0.05)
     runs.wait_for_step("run", 20)
     code, said = verb(runs, "stacks", "run")
@@ -89,6 +101,11 @@ def test_a_task_is_looked_into_while_it_trains(runs: Runs) -> None:
     code, said = verb(runs, "profile", "run", "--steps", 4)
     assert code == 0, said
     check_trace(runs.folder / "run", ranks=2, steps=4)
+    log = (runs.folder / "run" / "log" / "node-0.log").read_text()
+    (address,) = re.findall(r"live page at http://([\d.:]+)/", log)
+    assert posted(address, {"X-Tandem": "test"})[0] == 401
+    code, said = posted(address, {"X-Tandem": "test", "Authorization": "Bearer word"})
+    assert code == 200 and "rank 1 on node 1" in json.loads(said)["text"], said
     code, said = runs.processes.wait(process)
     assert code == 0, said
     assert runs.summary("run")["weights_sha256"] == undisturbed

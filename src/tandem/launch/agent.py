@@ -80,6 +80,7 @@ def run_agent(node: NodeContext) -> AgentReport:
 
     watchdog.on_beats = know
     watchdog.on_exchange = inspector.look
+    node.view.inspect_by(inspector.ask)
     watchdog.start()
     try:
         with InspectionSocket(node, inspector) if placement.node_rank == 0 else nullcontext():

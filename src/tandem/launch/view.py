@@ -20,6 +20,7 @@ from tandem.platforms.placement import Placement
 from tandem.report.about import About
 from tandem.report.access import Access
 from tandem.report.history import History
+from tandem.report.inspection_paths import Ask
 from tandem.report.server import MetricsServer
 from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
@@ -120,6 +121,11 @@ class NodeView:
             precision="",
             config_hash="",
         )
+
+    def inspect_by(self, ask: Ask) -> None:
+        """Let readers of the page who have the token look inside the ranks with `ask`, on node 0."""
+        if self._server is not None:
+            self._server.inspection.ask = ask
 
     def rejoining(self) -> None:
         """Record that the ranks of a generation have ended and the agent waits for the other nodes."""
