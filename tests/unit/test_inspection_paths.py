@@ -88,6 +88,12 @@ def test_a_refusal_is_one_line(server: MetricsServer) -> None:
     ):
         code, body = send(server, path, **PAGE)
         assert code == wanted and len(body.splitlines()) == 1, body
+
+    def lost(action: str, options: Mapping[str, float]) -> dict[str, Any]:
+        raise RuntimeError("the store is lost")
+
+    server.inspection.ask = lost
+    assert send(server, "/api/inspect/stacks", **PAGE)[0] == 500
     server.inspection.ask = None
     assert send(server, "/api/inspect/stacks", **PAGE)[0] == 503
 

@@ -74,6 +74,7 @@ EXAMPLES: Mapping[str, Mapping[str, str]] = {
     },
     "memory": {
         "tandem memory runs/digits": "allocations of the next 3 seconds, and all tensors",
+        "tandem memory runs/digits --seconds 30": "what grows slowly",
     },
     "kill": {
         "tandem kill runs/digits --rank 1": "SIGKILL: the rank is restarted and the run continues",

@@ -53,6 +53,8 @@ class InspectionPaths:
             result = self.ask(action, {name: float(value) for name, value in parse_qsl(query)})
         except (TandemError, ValueError) as error:
             return 409, TEXT, f"{error}\n".encode()
+        except Exception as error:  # the store is lost, or a file cannot be written
+            return 500, TEXT, f"the request failed: {type(error).__name__}\n".encode()
         if result.get("file"):
             self._trace = Path(result["file"])
         has_trace = action == "profile" and bool(result.get("file"))
