@@ -52,7 +52,7 @@ def test_the_buttons_show_what_the_ranks_answer(
 ) -> None:
     browser.open(f"{server.url}/", size, dark)
     browser.wait_for(SHOWN)
-    assert browser.run("document.querySelector('#answer').hidden && document.querySelector('#trace').hidden")
+    assert browser.run("document.querySelector('#trace').hidden && !document.querySelector('#answer pre')")
     for action, wanted in (("stacks", ":41 in <b>f</b>"), ("profile", "steps 4 to 9 of 3 ranks")):
         browser.run("document.querySelector('#steps').value = 6")
         browser.run(f"document.querySelector('[data-action={action}]').click()")
@@ -79,7 +79,7 @@ def test_axe_finds_no_serious_fault_in_them(
         browser.open(f"{server.url}/", size, dark)
         browser.wait_for(SHOWN)
         browser.run("document.querySelector('[data-action=stacks]').click()")
-        browser.wait_for("!document.querySelector('#answer').hidden")
+        browser.wait_for("!!document.querySelector('#answer pre')")
         assert browser.faults(axe) == []
 
 

@@ -127,6 +127,13 @@ async function awaitEnd() {
 const buttons = document.querySelectorAll("#inside button");
 const OPTIONS = {stacks: () => "", memory: () => "?seconds=3", profile: () => `?steps=${Number($("steps").value) || 5}`};
 
+function answerSection(parent, text) {
+  const answer = add(parent, "pre", text);
+  answer.tabIndex = 0;
+  answer.setAttribute("role", "region");
+  answer.setAttribute("aria-label", "Answers of the ranks");
+}
+
 async function inspect(action) {
   buttons.forEach(button => { button.disabled = true; });
   $("asked").textContent = action === "stacks" ? "asking the ranks…" : `recording (${action})…`;
@@ -135,8 +142,7 @@ async function inspect(action) {
       method: "POST", headers: {"X-Tandem": "page"}, cache: "no-store", signal: AbortSignal.timeout(660000)});
     if (!answer.ok) throw new Error(await answer.text());
     const {text, trace} = await answer.json();
-    $("answer").textContent = text;
-    $("answer").hidden = false;
+    whenNew($("answer"), text, answerSection);
     $("trace").hidden = !trace;
     $("asked").textContent = `${action}, ${clock(Date.now() / 1000)}`;
   } catch (error) {
