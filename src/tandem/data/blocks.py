@@ -1,0 +1,29 @@
+"""Data in blocks: a class that reads samples of many stored blocks, such as shards, row groups or ranges.
+
+A block is a range of samples that is cheap to read together. The order of an epoch keeps the samples of a
+block near each other (`block_order.py`), so that a rank reads few blocks at a time.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class BlockSource(Protocol):
+    """A map-style dataset whose samples are stored in blocks; indices count over all blocks, end to end."""
+
+    def block_sizes(self) -> Sequence[int]:
+        """Return the number of samples of each block, in order; every size is at least 1."""
+        ...
+
+    def __len__(self) -> int:
+        """Return the sum of `block_sizes()`."""
+        ...
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        """Return the samples with these indices, in this order."""
+        ...
+
+    def will_need(self, blocks: Sequence[int]) -> None:
+        """Expect reads from these blocks soon, in this order. It may start to fetch them, or do nothing."""
+        ...
