@@ -2,6 +2,10 @@
 
 A block is a range of samples that is cheap to read together. The order of an epoch keeps the samples of a
 block near each other (`block_order.py`), so that a rank reads few blocks at a time.
+
+A source may also have `hold(blocks, processes)`. It is called once, before training, with the number of
+blocks that a rank reads at a time, and the number of processes that read them. It may reserve memory or disk,
+and raises ConfigError if there is too little.
 """
 
 from collections.abc import Sequence
