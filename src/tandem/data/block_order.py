@@ -96,7 +96,6 @@ class BlockOrder(GlobalOrder):
         self._layouts: dict[int, _Layout] = {}
 
     def describe(self) -> tuple[str, bool]:
-        """Return a message about the order, and whether it is a warning."""
         count = len(self.sizes)
         text = f"data in {count:,} blocks: {self.lanes} read in parallel, shuffled in windows of {WINDOW}"
         if self.lanes >= FEW_LANES or count <= FEW_LANES * WINDOW:
@@ -209,13 +208,14 @@ def _permuted(places: Numbers, sizes: Numbers, keys: Numbers, rounds: Sequence[i
     for width in numpy.flatnonzero(numpy.bincount(bits)).tolist():
         rest = numpy.flatnonzero(bits == width)
         while len(rest):
-            moved = _network(flat_places[rest], flat_keys[rest], width, rounds)
+            moved = network(flat_places[rest], flat_keys[rest], width, rounds)
             flat_places[rest] = moved
             rest = rest[moved >= flat_sizes[rest]]
     return flat_places.view(numpy.int64).reshape(places.shape)
 
 
-def _network(values: Numbers, keys: Numbers, bits: int, rounds: Sequence[int]) -> Numbers:
+def network(values: Numbers, keys: Numbers, bits: int, rounds: Sequence[int]) -> Numbers:
+    """Permute numbers of a few bits, uint64, by the key of each; an even number of rounds."""
     high, low = bits // 2, bits - bits // 2
     left, right = halves(values, low)
     for number in rounds:

@@ -8,7 +8,10 @@ blocks that a rank reads at a time, and the number of processes that read them. 
 and raises ConfigError if there is too little.
 """
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 
@@ -31,3 +34,27 @@ class BlockSource(Protocol):
     def will_need(self, blocks: Sequence[int]) -> None:
         """Expect reads from these blocks soon, in this order. It may start to fetch them, or do nothing."""
         ...
+
+
+BLOCK_SAMPLES = 1000
+"""Samples of a block, for data in which any range can be read."""
+ADVISED_BYTES = 2**28
+"""At most this much is requested from the kernel at a time, so that the request itself is fast."""
+
+
+def range_sizes(samples: int) -> list[int]:
+    """Return the sizes of blocks of BLOCK_SAMPLES; the last one has the rest."""
+    full, rest = divmod(samples, BLOCK_SAMPLES)
+    return [BLOCK_SAMPLES] * full + ([rest] if rest else [])
+
+
+def read_ahead(parts: Iterable[tuple[Path, int, int]]) -> None:
+    """Ask the kernel to read (file, first byte, bytes) into its cache, up to ADVISED_BYTES; do not wait."""
+    left = ADVISED_BYTES
+    for path, start, size in parts:
+        if left <= 0:
+            return
+        left -= size
+        # A file that cannot be read is reported when its samples are.
+        with suppress(OSError), path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), start, size, os.POSIX_FADV_WILLNEED)

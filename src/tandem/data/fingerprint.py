@@ -74,7 +74,7 @@ def reordered(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         return ""
     if was == is_now:
         same = saved.get("order_of") == now.get("order_of")
-        return "" if same else f"the {is_now} that define the order of the samples have changed"
+        return "" if same else f"the definition of the order of samples ({is_now}) has changed"
     return f"the samples of an epoch were ordered by {str(was)[:80]!r} and are now ordered by {is_now!r}"
 
 

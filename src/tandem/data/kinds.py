@@ -9,6 +9,7 @@ import torch
 from tandem.data.block_order import VALID_SIZES, BlockOrder, checked_sizes
 from tandem.data.fetch import Batch, Collate, is_stream, whole_fetch
 from tandem.data.loader import share_batches
+from tandem.data.mixture import Mixture
 from tandem.data.sampler import GlobalOrder, MakeOrder
 from tandem.data.source import BatchReader, TrainingData
 from tandem.data.sources import MappedData, ShardedData, StreamedData, stream_batches
@@ -23,6 +24,8 @@ def training_data(
     `order_of` creates the order of a map-style dataset; the default is a plain shuffle. Raises ConfigError if
     the dataset is smaller than one global batch, or is a stream without length and `planned` is None.
     """
+    if isinstance(dataset, Mixture):
+        order_of = dataset.order
     if hasattr(dataset, "block_sizes"):
         order_of = _block_order(dataset, order_of)
     if hasattr(dataset, "of_rank"):

@@ -168,8 +168,18 @@ class GlobalOrder:
             self._ahead = key, self._computed(epoch, begins[:, None] + of_batch)
         return epoch, self._ahead[1][position - first]
 
+    def describe(self) -> tuple[str, bool]:
+        """Return a message about the order, and whether it is a warning; ("", False) for a plain shuffle."""
+        return "", False
+
+    def at(self, epoch: int, positions: Numbers) -> Tensor:
+        """Return the int64 indices at `positions` of an epoch, in the same shape."""
+        if self.algorithm == TORCH:
+            return self._permutation(epoch)[torch.from_numpy(positions)].long()
+        return self._computed(epoch, positions)
+
     def _computed(self, epoch: int, positions: Numbers) -> Tensor:
-        """Return the indices at `positions` of an epoch, without the rest of its order."""
+        """Return what `at` does, without the rest of the epoch's order."""
         return torch.from_numpy(Permutation(self.n, derive_seed(self.seed, epoch)).at(positions))
 
     def _permutation(self, epoch: int) -> Tensor:

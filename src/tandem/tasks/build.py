@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from tandem.data.block_order import VALID_SIZES, BlockOrder, checked_sizes
 from tandem.data.datasets import Datasets
 from tandem.data.fetch import is_stream
+from tandem.data.mixture import Mixture
 from tandem.data.sampler import BucketedOrder, GlobalOrder, MakeOrder, WeightedOrder
 from tandem.errors import ConfigError
 from tandem.tasks.base import WholeTask
@@ -71,6 +72,8 @@ def order_of(task: WholeTask, train: Any) -> MakeOrder:
         got = f"the order of {kind(train)}, which has its own"
         raise mistake(method, got, "use it only with a dataset that has __len__ and __getitem__", "sets")
     made: Any = method(train)
+    if isinstance(train, Mixture):
+        raise mistake(method, "the order of a mixture, which has its own", "remove the method", "sets")
     if name == "sample_blocks":
         return _order_by_blocks(method, made, len(train))
     if hasattr(train, "block_sizes"):

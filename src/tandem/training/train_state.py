@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from tandem.checkpoint.state import flatten
 from tandem.config.slices import ComputeConfig, DataConfig, ExchangeConfig, OptimizationConfig, RunConfig
-from tandem.data.block_order import BlockOrder
 from tandem.data.kinds import takes_workers, training_data
 from tandem.data.seeds import seed_model
 from tandem.data.source import BatchReader
@@ -192,8 +191,8 @@ class TrainState:
     def _log_choices(self, workers: object, chosen: Collection[str]) -> None:
         if workers == "auto":
             log.info("--workers auto: %s", self._loading())
-        if isinstance(self.order, BlockOrder):
-            text, is_warning = self.order.describe()
+        text, is_warning = self.order.describe()
+        if text:
             log.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
         log.info("%s", self.schedule.describe())
         if unread := self.schedule.without_effect(chosen):
