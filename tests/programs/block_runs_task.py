@@ -12,11 +12,14 @@ from tandem.data import mix
 class Shards:
     """Rows in shards of 1 to 30: (inputs, label, index)."""
 
-    def __init__(self, rows, start):
+    def __init__(self, rows, start, changed=False):
         self.x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(start))
         self.start = start
+        self.changed = changed
 
     def block_sizes(self):
+        if self.changed:
+            return [500, 503]
         sizes = [1 + 7 * number % 30 for number in range(len(self))]
         kept = next(count for count in range(len(self)) if sum(sizes[: count + 1]) >= len(self))
         return [*sizes[:kept], len(self) - sum(sizes[:kept])]
@@ -45,13 +48,11 @@ class Small:
         return nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.Linear(32, 3))
 
     def build_datasets(self):
-        train = Shards(1003, 0)
-        if self.mixed:
-            stages = {30: {"first": 1, "second": 2}}
-            train = mix({"first": (train, 3), "second": (Shards(400, 1003), 1)}, stages)
-        if Path("changed").exists():
-            train.block_sizes = lambda: [500, 503]
-        return tandem.Datasets(train, None)
+        train = Shards(1003, 0, Path("changed").exists())
+        if not self.mixed:
+            return tandem.Datasets(train, None)
+        stages = {30: {"first": 1, "second": 2}}
+        return tandem.Datasets(mix({"first": (train, 3), "second": (Shards(400, 1003), 1)}, stages), None)
 
     def loss(self, model, batch, step):
         x, y, index = batch
