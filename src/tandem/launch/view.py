@@ -15,6 +15,7 @@ from tandem.config.address import secrets_in
 from tandem.distributed.group import Position
 from tandem.errors import FINISHED, INTERRUPTED_TWICE, KILLED, MISCONFIGURED, STOPPED
 from tandem.launch.gpus import chosen_gpus
+from tandem.launch.outgoing import Outgoing
 from tandem.log import log_if_slow, renew_outputs, reporting
 from tandem.platforms.placement import Placement
 from tandem.report.about import About
@@ -81,7 +82,10 @@ class NodeView:
         self._journal: Journal | None = None
         self._history: History | None = None
         self._server: MetricsServer | None = None
-        self._about = About(run.folder, [*secrets_in(os.environ), (access.token if access else None) or ""])
+        self._outgoing = Outgoing()
+        webhook = settings.telemetry.notify
+        secrets = [*secrets_in(os.environ), (access.token if access else None) or ""]
+        self._about = About(run.folder, [*secrets, *(webhook.secrets() if webhook is not None else ())])
         if placement.node_rank == 0:
             self._open_on_first_node(settings, access)
         agent_state.count_log_messages(self.receive)
@@ -121,6 +125,16 @@ class NodeView:
             config_hash="",
         )
 
+    def tell_outside(self) -> None:
+        """Begin to send messages to the webhook and the platform; node 0's agent only, never a rank."""
+        events = self._run.events()
+        tells = self.receive, self.event, self._about.hide
+        self._outgoing.open(self._settings, os.environ, self._run.folder.name, events, *tells)
+
+    def flush_outside(self, stop: StopFlag) -> None:
+        """Wait for the last of these messages, with a limit."""
+        self._outgoing.flush(stop)
+
     def rejoining(self) -> None:
         """Record that the ranks of a generation have ended and the agent waits for the other nodes."""
         self.last_progress = time.time()
@@ -148,7 +162,9 @@ class NodeView:
         """Write an event to events.jsonl and to the page; node 0 only."""
         assert self._journal is not None and self._history is not None
         self._journal.event(kind, **fields)
-        self._history.take(Event(kind, time.time(), fields))
+        event = Event(kind, time.time(), fields)
+        self._history.take(event)
+        self._outgoing.take(event)
         reason = self._restarts.take(kind, fields)
         if reason is not None:
             self.metrics.apply([journal.restarts_sample(reason)])
@@ -184,6 +200,7 @@ class NodeView:
             else:
                 with reporting("write summary.json"):
                     self._run.write_summary(self._summary(ending, code, reason))
+        self._outgoing.ended("stopped" if state == "stopped" else ending, code, reason)
         self._enter(state)
         with reporting("write metrics.prom"):
             self.metrics.write_last_page(self._run.folder / layout.METRICS_PAGE)
@@ -207,6 +224,7 @@ class NodeView:
 
     def close(self) -> None:
         self._closing.set()
+        self._outgoing.close()
         self._receiver.close()
         self._thread.join()
         if self._health_thread.is_alive():
@@ -255,6 +273,8 @@ class NodeView:
         """Handle a message from one of this node's ranks."""
         if self._history is not None:
             self._history.take(message)
+        if not isinstance(message, Event):  # a rank's events; those of this agent count
+            self._outgoing.take(message)
         match message:
             case Heartbeat():
                 self._beat(message)

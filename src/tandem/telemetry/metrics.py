@@ -249,6 +249,9 @@ SIGNALS_RECEIVED = Counter("signals",
     "Stop signals that node 0 received.", "life cycle", labels(signal=SIGNALS))
 LOG_MESSAGES = Counter("log_messages",
     "Log messages at warning and above.", "life cycle", labels(level=("warning", "error", "critical")))
+OUTGOING_REQUESTS = Counter("outgoing_requests",
+    "Requests of node 0 to the webhook of --notify, or to Kubeflow Trainer's status endpoint.", "life cycle",
+    labels(to=("webhook", "trainer"), outcome=("sent", "failed")), late=True)
 COLLECT_ERRORS = Counter("collect_errors",
     "Metric samples that could not be used.", "life cycle", labels("source"))
 
