@@ -91,9 +91,9 @@ def test_simulated_nodes_whose_task_fails(runs: Runs, outside: Outside) -> None:
     """Started by a real interpreter, whose arguments `ps` shows; the servers refuse everything."""
     outside.webhook.answers = outside.trainer.answers = lambda number: 403
     runs.environment |= outside.platform
-    task = runs.folder / "small.py"
-    task.write_text(task.read_text() + program_text("outgoing_fails"))
-    flags = ["--notify", outside.address, "--nodes", 2, "--steps", 100]
+    (runs.folder / "fails.py").write_text(program_text("outgoing_fails"))
+    ours = ["--task", "fails.py:Failing", "--notify", outside.address, "--steps", 100]
+    flags = [*ours, "--nodes", 2]
     command = runs.command("launch", "run", *flags, delay=0.05)
     # Not a fork of another process: `bufsize` makes it a program of its own.
     process = runs.processes.start(command, cwd=runs.folder, env=runs.environment, bufsize=-1)
@@ -112,10 +112,8 @@ def test_simulated_nodes_whose_task_fails(runs: Runs, outside: Outside) -> None:
     outside.check_secrets("run", output)
     # Another attempt fails in the same way, and is told of because the first message was refused.
     outside.webhook.answers = lambda number: 200
-    again = runs.start("launch", "run", "--notify", outside.address, "--nproc", 1, "--steps", 100)
-    assert runs.processes.wait(again)[0] == 1
-    third = runs.start("launch", "run", "--notify", outside.address, "--nproc", 1, "--steps", 100)
-    assert runs.processes.wait(third)[0] == 1
+    for _ in range(2):
+        assert runs.processes.wait(runs.start("launch", "run", *ours, "--nproc", 1))[0] == 1
     assert outside.told() == ["failed", "failed"]
 
 

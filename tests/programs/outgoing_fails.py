@@ -1,12 +1,11 @@
-import pathlib
+from pathlib import Path
+
+from small import Small
 
 
-class Failing(Small):  # noqa: F821
+class Failing(Small):
     def loss(self, model, batch):
-        pathlib.Path("trains").touch()
-        if pathlib.Path("fail").exists():
+        Path("trains").touch()
+        if Path("fail").exists():
             raise RuntimeError("that is enough of it")
         return super().loss(model, batch)
-
-
-Small = Failing
