@@ -32,6 +32,7 @@ from tandem.telemetry.journal import Journal, Restarts
 from tandem.telemetry.messages import Event, Heartbeat, Message, RunStarted, Samples, StepsDone
 from tandem.telemetry.metrics import FINAL_STATES, Sample
 from tandem.telemetry.registry import Registry
+from tandem.telemetry.verdict import measured, verdict
 from tandem.timeouts import GPU_SECONDS, NODE_TICK_SECONDS, RUN_HEALTH_SECONDS, VOLUME_SECONDS
 
 log = logging.getLogger("tandem.node")
@@ -200,10 +201,21 @@ class NodeView:
             else:
                 with reporting("write summary.json"):
                     self._run.write_summary(self._summary(ending, code, reason))
+        with reporting("say what limits the run"):
+            self._write_verdict()
         self._outgoing.ended("stopped" if state == "stopped" else ending, code, reason)
         self._enter(state)
         with reporting("write metrics.prom"):
             self.metrics.write_last_page(self._run.folder / layout.METRICS_PAGE)
+
+    def _write_verdict(self) -> None:
+        """Log what limits this launch, if anything does, and add it to the summary."""
+        if self.plan is None and not self._done.step and not self.rank_0_step():
+            return  # this launch has trained nothing, and the summary may be an earlier one's
+        sentence = self._verdict()
+        if sentence is not None:
+            log.info("what limits this run: %s", sentence)
+            self._run.write_summary({**self._run.files().read(layout.SUMMARY), "verdict": sentence})
 
     def linger(self, stop: StopFlag) -> None:
         """Wait until Prometheus has seen the final state, if it has ever scraped this run.
@@ -261,9 +273,14 @@ class NodeView:
             "restarts": self._restarts.total,
             "planned_stops": self._restarts.planned_stops,
             "checkpoint_every": self._settings.checkpoint.checkpoint_every,
+            "verdict": self._verdict(),
             "time": time.time(),
             **(self._about.hidden(self._history.now()) if self._history is not None else {}),
         }
+
+    def _verdict(self) -> str | None:
+        """Return in one sentence what limits this launch, from its metrics; None if nothing does."""
+        return verdict(measured(self.metrics.page().decode(), self._settings.to_dict()))
 
     def _log(self) -> Mapping[str, object]:
         """Return the end of a log: of the rank that failed, if one has, or else of rank 0."""

@@ -186,6 +186,8 @@ RANK_COMPUTE_SECONDS_MEDIAN = Gauge("rank_compute_seconds_median",
 RANK_COMPUTE_SECONDS_MAX = Gauge("rank_compute_seconds_max",
     "Own time of the slowest rank in a typical step.", "stragglers")
 SLOWEST_RANK = Gauge("slowest_rank", "The rank with the most own time.", "stragglers")
+TYPICAL_STEP_SECONDS = Gauge("typical_step_seconds",
+    "A typical step, with the wait for gradients; absent for a script.", "stragglers")
 RANK_COMPUTE_SECONDS = Gauge("rank_compute_seconds",
     "Own time of a typical step: all but the wait for gradients.", "stragglers", labels("rank", "node"))
 RANK_DATA_SECONDS = Gauge("rank_data_seconds",
