@@ -209,14 +209,16 @@ def test_a_launch_after_a_failed_one_tells_that_training_goes_on(
     assert cause is None or cause in receiver.bodies[0]["text"]
 
 
-@pytest.mark.parametrize(("state", "code", "words"), [
-    ("finished", 0, "finished at step 0"), ("stopped", 143, "the same command resumes it"),
-    ("stopped", 137, "nothing to save"), ("failed", 200, "exit code 200"),
+@pytest.mark.parametrize(("state", "code", "words", "cause"), [
+    ("finished", 0, "finished at step 0", "the last step is done"),
+    ("stopped", 143, "the same command resumes it", "a stop signal"),
+    ("stopped", 137, "nothing to save", "nothing to save"), ("failed", 200, "exit code 200", "nothing to save"),
 ])  # fmt: skip
-def test_ends(receiver: Receiver, state: str, code: int, words: str) -> None:
+def test_ends(receiver: Receiver, state: str, code: int, words: str, cause: str) -> None:
     sent = Sent(receiver)
     sent.notices.ended(state, code, "nothing to save")
-    assert words in receiver.until(1)[0].body["text"] and receiver.bodies[0]["event"] == state
+    assert words in receiver.until(1)[0].body["text"]
+    assert (receiver.bodies[0]["event"], receiver.bodies[0]["cause"]) == (state, cause)
 
 
 def test_a_server_that_is_busy_gets_it_again_and_one_that_refuses_does_not(

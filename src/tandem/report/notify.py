@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.config.webhook import Webhook
-from tandem.errors import STOPPED
+from tandem.errors import FINISHED, STOPPED
 from tandem.report.sender import Request, Sender
 from tandem.telemetry.messages import Event, Heartbeat, Message, Send
 from tandem.timeouts import SAME_CAUSE_SECONDS
@@ -140,7 +140,9 @@ class Notices:
         rank = re.search(r"\brank (\d{1,6})\b", reason)
         node = re.search(r"\bnode (\d{1,6})\b", reason)
         named = {"rank": rank and int(rank[1]), "node": node and int(node[1]), "step": self._step}
-        self._send(state, reason or state, text, named)
+        # The reason for a good end is only that all ranks exited so.
+        cause = {FINISHED: "the last step is done", STOPPED: "a stop signal"}.get(code, reason or state)
+        self._send(state, cause, text, named)
 
     def flush(self, seconds: float, is_over: Callable[[], bool]) -> None:
         """Wait until all messages are delivered or given up, at most for `seconds`."""
