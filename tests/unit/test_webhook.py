@@ -212,7 +212,8 @@ def test_a_launch_after_a_failed_one_tells_that_training_goes_on(
 @pytest.mark.parametrize(("state", "code", "words", "cause"), [
     ("finished", 0, "finished at step 0", "the last step is done"),
     ("stopped", 143, "the same command resumes it", "a stop signal"),
-    ("stopped", 137, "nothing to save", "nothing to save"), ("failed", 200, "exit code 200", "nothing to save"),
+    ("stopped", 137, "nothing to save", "nothing to save"),
+    ("failed", 200, "exit code 200", "nothing to save"),
 ])  # fmt: skip
 def test_ends(receiver: Receiver, state: str, code: int, words: str, cause: str) -> None:
     sent = Sent(receiver)
