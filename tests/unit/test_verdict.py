@@ -173,6 +173,9 @@ def test_a_straggler_of_a_script_is_named_although_its_steps_are_not_known() -> 
     'tandem_typical_step_seconds NaN\ntandem_activity_seconds_total{activity="train"} -5',
     "tandem_typical_step_seconds 0\ntandem_steps_total 1e9",
     'tandem_straggler_excess_seconds{rank="1",node="x",phase="data"} 1e400',
+    f'tandem_rank_compute_seconds{{node="0",rank="{"1" * 5000}"}} 1.0',
+    'tandem_straggler_excess_seconds{rank="1",node="1",phase="\x1b[31m"} 9\n'
+    'tandem_activity_seconds_total{activity="train"} 60',
 ])  # fmt: skip
 def test_a_page_that_says_nothing_gives_no_sentence(text: str) -> None:
     assert of(text) is None and verdict(measured(text, {"eval_every": None, "workers": "many"})) is None

@@ -34,6 +34,8 @@ BUSY_GPU = 0.5
 """A GPU that runs kernels less than this share of the time waits for its host."""
 GOAL_SHARE = 0.05
 """A suggested interval leaves about this share to evaluations or saves."""
+MOST_TIMES = 1000
+"""No interval is suggested that is more times as long: something else is wrong."""
 SHORT_EXCHANGE_SECONDS = 0.02
 SMALL_EXCHANGE_BYTES = 4 * 2**20
 """An exchange below both of these mostly waits for messages to arrive, so its size does not matter."""
@@ -100,7 +102,7 @@ def measured(page: str, settings: Mapping[str, object]) -> Measured:
 
     def by_rank(family: metrics.Family) -> dict[int, float]:
         rows = ((dict(labels), seconds) for labels, seconds in found.get(family.name, {}).items())
-        return {int(row["rank"]): seconds for row, seconds in rows if row.get("rank", "").isdecimal()}
+        return {int(row["rank"]): seconds for row, seconds in rows if _is_number(row.get("rank", ""))}
 
     steps = found.get(f"{metrics.STEP_DURATION_SECONDS.name}_count", {}).get(frozenset(), 0.0)
     own = by_rank(metrics.RANK_COMPUTE_SECONDS)
@@ -261,6 +263,8 @@ def _less_often(cadence: object, share: float) -> str:
     if known.unit == "never" or share >= 1:
         return ""
     times = math.ceil(share / (1 - share) * (1 - GOAL_SHARE) / GOAL_SHARE)
+    if times > MOST_TIMES:
+        return ""
     value = f"{known.value * times:g}"
     if known.unit == "percent":
         return f"{value}%" if known.value * times <= 100 else ""
@@ -272,9 +276,14 @@ def _less_often(cadence: object, share: float) -> str:
 def _straggler(series: Mapping[frozenset[tuple[str, str]], float]) -> Straggler | None:
     for labels, excess in series.items():
         named = dict(labels)
-        if named.get("rank", "").isdecimal() and named.get("node", "").isdecimal() and named.get("phase"):
+        is_known = _is_number(named.get("rank", "")) and _is_number(named.get("node", ""))
+        if is_known and named.get("phase") in PHASES:
             return Straggler(int(named["rank"]), int(named["node"]), named["phase"], excess)
     return None
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"[0-9]{1,9}", text) is not None
 
 
 def _series(page: str) -> dict[str, dict[frozenset[tuple[str, str]], float]]:
