@@ -30,6 +30,8 @@ def test_fsdp_killed_and_resumed_has_the_bits_of_a_calm_run(runs: Runs) -> None:
     assert code == 0, output
     summary = runs.summary("broken")
     assert summary["restarts"] == 1 and summary["resumed_from_step"] >= 20
+    (resumed,) = [each for each in runs.events("broken", "resumed") if each["step"]]
+    assert resumed["source"] == "memory of this node"
     assert summary["weights_sha256"] == calm["weights_sha256"] and summary["loss"] == calm["loss"]
     calm_lines, broken_lines = (
         [json.loads(line).get("scores") for line in (runs.folder / run / "metrics.jsonl").open()]

@@ -159,6 +159,10 @@ class KeptState:
         parts = {"model": self.weights(), TENSOR: tensors, OBJECT: objects, NUMBER: self._of(NUMBER)}
         return {**parts, **self.live()}
 
+    def local_state(self) -> dict[str, Any]:
+        """Return the same, because nothing is sharded."""
+        return self.full_state()
+
     def per_rank_state(self) -> dict[str, Any]:
         """Return what this rank keeps for itself, by name. Exchanges nothing."""
         found = dict[str, Any]()

@@ -167,6 +167,7 @@ class RankSession:
         homes: Mapping[str, Tensor] = NONE,
         own: Collection[str] = (),
         redistribute: Redistribute | None = None,
+        has_shards: bool = False,
     ) -> ResumePoint:
         """Return the state to begin with; see `resume.begin`. Without a `decision`, the position's counts."""
         self.beginning = begin(
@@ -179,6 +180,7 @@ class RankSession:
             homes,
             own,
             redistribute,
+            has_shards,
         )
         return self.beginning
 
@@ -237,7 +239,9 @@ class RankSession:
         )
         config = settings.checkpoint
         slots = (beginning.slot, beginning.own_slot)
-        self.saver = Saver(config, self.facts, state, self.recorder, *slots, beginning.generation)
+        self.saver = Saver(
+            config, self.facts, state, self.recorder, *slots, beginning.generation, strategy.shards_parameters
+        )
 
     def begin_run(self, model: nn.Module) -> None:
         """Open the displays, and remove the summary of an earlier end."""

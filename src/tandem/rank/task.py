@@ -180,8 +180,10 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
     slices = settings.run, data, settings.compute, settings.optimization, settings.exchange
     with log_if_slow("building data and model"):
         train_state = TrainState(*slices, world, clock, session.recorder, chosen)
+    homes = train_state.model.state_dict()
+    has_shards = train_state.strategy.shards_parameters
     with clock.phase("resume"), log_if_slow("deciding where to resume"):
-        if session.resume(homes=train_state.model.state_dict()).step == COMPLETE:
+        if session.resume(homes=homes, has_shards=has_shards).step == COMPLETE:
             session.recorder.close()
             return
         # The state that is loaded next has a position, which refers to these samples.

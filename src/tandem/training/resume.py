@@ -91,16 +91,18 @@ def begin(
     homes: Mapping[str, Tensor] = NONE,
     own: Collection[str] = (),
     redistribute: Redistribute | None = None,
+    has_shards: bool = False,
 ) -> ResumePoint:
     """Find the newest state, or the weights to start from, and load it on all ranks.
 
     `homes`: the model's state_dict, into which tensors of a large state may be read directly. `own`: the
     names of what each rank keeps for itself. `redistribute` computes these for another number of ranks.
+    `has_shards`: each rank's snapshot has its shard of the state.
     Raises ConfigError on all ranks if the checkpoint has other names, or comes from another number of ranks.
     """
     found = _Found(0)
     position = world.position
-    slots = _own_slots(position) if own else {}
+    slots = _own_slots(position) if own or has_shards else {}
     here = _NodeSnapshots.by(position, slots)
     there = [_NodeSnapshots(**told) for told in world.gather_json(here._asdict())]
     if world.is_first and decision.kind == "complete":
@@ -109,7 +111,8 @@ def begin(
         store.open_for_writing()
         # The run restarts from another state, so snapshots that other nodes still have do not count.
         starts_over = config.resume == "never" or decision.moved_to is not None
-        best = None if starts_over and position.restart == 0 else _best(there, has_own=bool(own))
+        newest = _best_of_shards(there) if has_shards else _best(there, has_own=bool(own))
+        best = None if starts_over and position.restart == 0 else newest
         found = _newest(store, best, decision, recorder, homes)
     parts: list[dict[str, Any]] = found.state.pop(PER_RANK, []) if found.state else []
     named = sorted({name for part in parts for name in part})
@@ -130,13 +133,15 @@ def begin(
     source = "checkpoint"
     # After a snapshot, each rank's own values are in its memory; a checkpoint's are on rank 0.
     if holder is not None:
-        state, slot = _from_memory(world, there, holder, step, homes)
-        source = "memory of this node" if slot is not None else f"memory of node {there[holder].node}"
+        own_slot = slots[step].number if own or has_shards else None
+        mine = {} if own_slot is None else read_slot(position.own_memories, step, own_slot).state
+        state, slot = (mine, None) if has_shards else _from_memory(world, there, holder, step, homes)
+        is_here = has_shards or slot is not None
+        source = "memory of this node" if is_here else f"memory of node {there[holder].node}"
         if world.is_first:
-            where = "" if slot is not None else f" of node {there[holder].node}"
+            where = "" if is_here else f" of node {there[holder].node}"
             log.info("resuming from step %s (in-memory snapshot%s)", f"{step:,}", where)
-        own_slot = slots[step].number if own else None
-        own_state = read_slot(position.own_memories, step, slots[step].number).state[PER_RANK] if own else {}
+        own_state = mine.get(PER_RANK, {})
     else:
         state = broadcast_state(world, state, homes) if world.size > 1 else state
         own_state = _own_state_of(world, parts, count, named, own, redistribute)
@@ -183,6 +188,13 @@ class _NodeSnapshots(NamedTuple):
         """Return what identifies the snapshot of `step`, or None if it is not here."""
         _, *identity = self.snapshots.get(str(step), [None])
         return tuple(identity) or None
+
+
+def _best_of_shards(there: Sequence[_NodeSnapshots]) -> tuple[int, int] | None:
+    """Return (step, 0) of the newest snapshot of which every rank has its shard, or None."""
+    first = there[0].own.items()
+    whole = [int(s) for s, generation in first if all(each.own.get(s) == generation for each in there)]
+    return (max(whole), 0) if whole else None
 
 
 def _best(there: Sequence[_NodeSnapshots], has_own: bool) -> tuple[int, int] | None:

@@ -38,6 +38,13 @@ class CheckpointSource(Protocol):
         """Return the state by part, "model" first. Tensors are complete on rank 0. All ranks call this."""
         ...
 
+    def local_state(self) -> dict[str, Any]:
+        """Return the same, but of sharded tensors only this rank's part (`checkpoint/shards.py`).
+
+        Exchanges nothing.
+        """
+        ...
+
     def checkpoint_extras(self, recorder: Recorder, step: int) -> dict[str, Any]:
         """Return further parts for checkpoints only, complete on rank 0. All ranks call this."""
         ...
@@ -57,6 +64,7 @@ class Saver:
 
     `kept_slot` is the slot of this node that has the snapshot with which this generation began, and
     `own_slot` that of the snapshot of this rank's own values. `generation` is the generation's number.
+    `has_shards`: no rank has the whole state, so all of it is this rank's own.
     """
 
     def __init__(
@@ -68,6 +76,7 @@ class Saver:
         kept_slot: int | None,
         own_slot: int | None = None,
         generation: int = 0,
+        has_shards: bool = False,
     ) -> None:
         self._facts = facts
         self._source = source
@@ -90,11 +99,13 @@ class Saver:
         self._scores = PendingScores()
         nodes_here = max(1, position.ranks_on_host // position.local_world_size)
         local_rank = position.local_rank
+        shared = () if has_shards else shared
         self._snapshots = Snapshots(shared, local_rank, kept_slot, generation, nodes_here) if shared else None
-        own = position.own_memories if source.has_per_rank_state else ()
-        self._own = Snapshots(own, 0, own_slot, generation) if own else None
+        own = position.own_memories if has_shards or source.has_per_rank_state else ()
+        self._has_shards = has_shards
+        self._own = Snapshots(own, 0, own_slot, generation, position.ranks_on_host) if own else None
         # With one node, the rank that has these values writes them.
-        self._from_rank_0 = Rank0Values(facts.world) if position.nodes > 1 else None
+        self._from_rank_0 = Rank0Values(facts.world) if position.nodes > 1 and not has_shards else None
         self._differs = self._from_rank_0 is not None and source.differs
 
     def save(self, step: int) -> None:
@@ -141,14 +152,17 @@ class Saver:
         """
         if self._snapshots is None and self._own is None and self._from_rank_0 is None:
             return
-        state = self._source.full_state()
+        state = self._source.local_state() if self._has_shards else self._source.full_state()
         rank_0_indices = self._source.rank_0_indices(state)
         skeleton, tensors = flatten({**state, "step": step})
         is_right = self._receive(rank_0_indices, tensors, has_lines)
         try:
             if self._own is not None:
                 of = [self._facts.world.rank, self._facts.world.size]
-                self._own.take(step, {PER_RANK: self._source.per_rank_state(), OF: of}, ())
+                mine = (
+                    {**state, "step": step} if self._has_shards else {PER_RANK: self._source.per_rank_state()}
+                )
+                self._own.take(step, {**mine, OF: of}, ())
             if self._snapshots is not None and is_right:
                 self._snapshots.take_flat(step, skeleton, tensors, rank_0_indices)
         # Snapshots only shorten a restart, so a lack of memory must not end the run.
@@ -221,8 +235,9 @@ class Saver:
 
 def snapshot_every(text: str, world: ProcessGroup, strategy: Strategy) -> str:
     """Resolve `--snapshot-every auto`: every step for a copy within memory, every 5 s from a GPU."""
-    # With sharded state, no node has the whole state, so runs resume from checkpoints only.
-    if strategy.shards_state or not world.position.memories:
+    # No rank has the whole state of a gradient exchange that each rank remembers for itself.
+    is_divided = strategy.shards_state and not strategy.shards_parameters
+    if is_divided or not world.position.memories:
         return "never"
     # A GPU's state crosses the bus for each snapshot, which would slow down every step.
     return text if text != "auto" else "1" if world.device.type == "cpu" else "5s"
