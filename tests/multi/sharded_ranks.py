@@ -2,8 +2,10 @@
 
 import dataclasses
 import os
+import queue
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,11 +22,15 @@ from tandem.config import Settings
 from tandem.config.slices import CheckpointConfig
 from tandem.distributed import strategy as strategies
 from tandem.distributed.group import Position, ProcessGroup
+from tandem.training import saving
 from tandem.training.resume import ResumePoint, begin
 from tandem.training.saving import Saver
+from tandem.training.shards import ShardedReading
 
-RECORDER = cast(Any, SimpleNamespace(samples=lambda *_: None, event=lambda *_, **__: None, saved=lambda _: None,
-                                     verified=lambda _: None, scores_at=lambda _: None))  # fmt: skip
+RECORDER = cast(Any, SimpleNamespace(
+    samples=lambda *_: None, event=lambda *_, **__: None, saved=lambda _: None, verified=lambda _: None,
+    scores_at=lambda _: None,
+))  # fmt: skip
 LIMIT_SECONDS = 60.0
 
 
@@ -78,9 +84,13 @@ class Trainer:
     def rank_0_indices(self, _state: Any) -> frozenset[int]:
         return frozenset()
 
-    def begins(self, **more: Any) -> ResumePoint:
+    def begins(self) -> ResumePoint:
+        # Facts of a whole run, which these ranks do not have.
+        saving.manifest_info = lambda _facts, step, scores, *_: {"step": step, "eval": dict(scores)}
+        has_shards = self.strategy.shards_parameters
+        shards = ShardedReading(self.world, self.strategy.rows) if has_shards else None
         found = begin(self.world, self.store, CheckpointConfig(), ResumeDecision("fresh"), RECORDER, False,
-                      **more)  # fmt: skip
+                      shards=shards)  # fmt: skip
         self.step = found.step
         if found.state is not None:
             state = self.strategy.with_shards(found.state)
@@ -92,7 +102,7 @@ class Trainer:
             cast(Any, SimpleNamespace(
                 directory=SimpleNamespace(checkpoints=self.store, push=lambda: None), world=self.world
             )),
-            self, RECORDER, None, found.own_slot, found.generation, self.strategy.shards_state,
+            self, RECORDER, None, found.own_slot, found.generation, has_shards,
         )  # fmt: skip
         return found
 
@@ -148,7 +158,11 @@ def in_ranks(
                 ranks[rank].join(patient(LIMIT_SECONDS))
                 assert ranks[rank].exitcode == -signal.SIGKILL, (rank, ranks[rank].exitcode)
             return []
-        found = dict(answers.get(timeout=patient(LIMIT_SECONDS)) for _ in ranks)
+        found = dict[int, Any]()
+        while len(found) < size:
+            with suppress(queue.Empty):
+                found.update([answers.get(timeout=1)])
+            assert not any(process.exitcode for process in ranks), "a rank failed; see its traceback"
         return [found[rank] for rank in range(size)]
     finally:
         for process in ranks:

@@ -21,7 +21,7 @@ def _has_fsdp() -> None:
 
 def trains(trainer: Trainer, dies: tuple[int, int, str] | None) -> dict[str, Any]:
     """Train to the end; with `dies`, the rank is killed at that step, where the third value says."""
-    found = trainer.begins(has_shards=True)
+    found = trainer.begins()
     rank, last, where = dies or (-1, 0, "")
     own = trainer.saver._own
     assert own is not None
@@ -67,7 +67,7 @@ def test_a_shard_that_is_missing_makes_the_checkpoint_count(tmp_path: Path) -> N
         [*memories[:2], memories[3], memories[2]],  # the ranks have other nodes
     ):
         size = len(lost) // 2
-        found = in_ranks(lambda trainer, _: trainer.begins(has_shards=True).step, tmp_path, size, memories=lost)
+        found = in_ranks(lambda trainer, _: trainer.begins().step, tmp_path, size, memories=lost)
         assert found == [0] * size
 
 
@@ -75,7 +75,7 @@ def test_a_step_that_only_one_rank_has_does_not_count(tmp_path: Path) -> None:
     memories = [NodeMemory() for _ in range(4)]
 
     def one_ahead(trainer: Trainer, _: Any) -> None:
-        trainer.begins(has_shards=True)
+        trainer.begins()
         for _step in range(3):
             trainer.takes_step()
             if trainer.step < 3 or trainer.world.rank == 1:

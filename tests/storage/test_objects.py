@@ -4,13 +4,18 @@ import importlib
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from servers import SERVERS, ObjectServer
 
 from tandem.checkpoint.decision import checkpoints_of, locate
 from tandem.checkpoint.listing import list_checkpoints
 from tandem.checkpoint.retention import Retention
+from tandem.checkpoint.sharded import divided, file_name, read_rows, read_state, write_parts
+from tandem.checkpoint.shards import shard
+from tandem.checkpoint.state import serialize
 from tandem.checkpoint.storage import _made
 from tandem.checkpoint.storage.notes import notes_at
 from tandem.checkpoint.store import CheckpointStore
@@ -54,6 +59,46 @@ def test_a_missing_library_is_one_line(
     with pytest.raises(ConfigError, match=f"{scheme}:// needs a library that") as caught:
         CheckpointStore(address(f"{scheme}://bucket/run"))
     assert str(caught.value).endswith(install) and "\n" not in str(caught.value)
+
+
+def test_a_sharded_life_on_an_object_store(store_address: str) -> None:
+    where = address(f"{store_address}/checkpoints")
+    store = CheckpointStore(where)
+    values = torch.arange(21.0).view(7, 3)
+
+    def save(step: int, ranks: int, publishes: bool = True) -> None:
+        place = store.begin(step)
+        files = {}
+        for rank in range(ranks):
+            other = CheckpointStore(where)  # of another node
+            rows = values[rank::ranks][:0] if rank else values  # rank 0 has them all
+            rest, parts = divided({"model": {"w": shard((7, 3), 0, rows)}})
+            index = dict[str, Any]()
+            name, entry = other.add(
+                other.place(place.name), file_name(rank, ranks),
+                lambda sink, parts=parts, index=index: index.update(write_parts(parts, sink)),
+            )  # fmt: skip
+            files[name] = {**entry, **index}
+        name, entry = store.add(place, "state.pt", serialize({**rest, "step": step}))
+        if publishes:
+            store.publish(step, place, {**files, name: entry}, {})
+
+    save(1, 2)
+    save(2, 3, publishes=False)
+    assert store.steps() == [1] and store.without_manifest() == []
+    save(2, 3)
+    store.verify(2)
+    assert len(store.manifest(2)["files"]) == 4
+    assert torch.equal(read_state(store, 2)[0]["model"]["w"], values)
+    part = read_rows(store, 2, lambda length: (5, 2))[0]["model"]["w"]
+    assert torch.equal(part["values"], values[5:])
+    save(2, 1)  # the same step again: the other ranks' objects are gone
+    assert len(store._list()[2]) == 3
+    name = next(name for name in store.manifest(2)["files"] if name.startswith("shard"))
+    store._storage.write(store.path(2) / name, b"rotten")  # type: ignore[attr-defined]
+    found = store.newest(lambda step: read_state(store, step), lambda *_: None)
+    assert found is not None and found[0] == 1 and store.set_aside() == ["corrupt-step-000000002-1"]
+    assert store.prune(Retention(1)) == []
 
 
 def test_a_life_on_an_object_store(store_address: str) -> None:

@@ -37,7 +37,7 @@ from tandem.telemetry.recorder import Recorder
 from tandem.training.buffers import adopt_buffers, has_saved_buffers
 from tandem.training.optim import check_groups, groups_of
 from tandem.training.replicas import checksum
-from tandem.training.resume import check_shapes
+from tandem.training.shapes import check_shapes
 from tandem.training.train_state import indices_outside, parameter_names
 
 # Check that values that should be equal on all ranks are: a checkpoint contains only rank 0's.

@@ -37,6 +37,7 @@ from tandem.training.loop import EventSchedule
 from tandem.training.precision import precision_of
 from tandem.training.resume import NONE, Redistribute, ResumePoint, begin, check_data
 from tandem.training.saving import CheckpointSource, Saver, snapshot_every
+from tandem.training.shards import ShardedReading
 from tandem.training.summary import RunInfo, open_displays, write_summary
 
 log = logging.getLogger("tandem.run")
@@ -167,7 +168,7 @@ class RankSession:
         homes: Mapping[str, Tensor] = NONE,
         own: Collection[str] = (),
         redistribute: Redistribute | None = None,
-        has_shards: bool = False,
+        shards: ShardedReading | None = None,
     ) -> ResumePoint:
         """Return the state to begin with; see `resume.begin`. Without a `decision`, the position's counts."""
         self.beginning = begin(
@@ -180,7 +181,7 @@ class RankSession:
             homes,
             own,
             redistribute,
-            has_shards,
+            shards,
         )
         return self.beginning
 
@@ -257,7 +258,7 @@ class RankSession:
         """
         saver = self.saver
         finished = self.code == FINISHED
-        if self.world.is_first:
+        if saver.writes:
             # If the last save has failed, this raises before a summary calls the run finished.
             saver.end(step, finished)
         # Sharded weights are gathered from all ranks, so this is outside of both `if`s.

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as trees
 
-from tandem.checkpoint.state import deserialize, weights_sha256
+from tandem.checkpoint.state import weights_sha256
 from tandem.config import Settings
 from tandem.data.datasets import Datasets, one_line
 from tandem.data.kinds import evaluation_batches
 from tandem.data.loader import batch_size_of
 from tandem.data.seeds import seed_model
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import CheckpointError, ConfigError, UnloadableError
 from tandem.tasks.base import WholeTask, load_task
 from tandem.tasks.build import datasets_of, model_of
 from tandem.tasks.mistakes import kind, mistake
-from tandem.training.resume import check_model
+from tandem.training.shapes import check_model
 from tandem.training.train_state import recall
 from tandem.training.weights import Saved, saved_at, tensors_in
 
@@ -36,9 +36,12 @@ def export(source: str, kind: str, output: Path | None) -> str:
     the file already exists, or if safetensors is missing.
     """
     write = _writers()[kind]
-    saved = saved_at(source)
     try:
-        weights = tensors_in(deserialize(saved.raw))
+        saved = saved_at(source)
+    except UnloadableError as error:
+        raise ConfigError(str(error)) from error
+    try:
+        weights = tensors_in(saved.state)
     except CheckpointError as error:
         raise ConfigError(f"step {saved.step} in {saved.directory}: {error}") from error
     path = path_for(saved, SUFFIXES[kind], output)
@@ -160,7 +163,7 @@ def export_model(
     saved = saved_at(source)
     settings = settings_of(saved)
     path = path_for(saved, "" if form == "hf" else f".{form}", output)
-    state = deserialize(saved.raw)
+    state = saved.state
     weights = tensors_in(state)
     data = settings.data
     task = WholeTask(load_task(settings.run.task, settings.run.task_fields, data.data_dir, data.download))

@@ -2,21 +2,26 @@
 
 import logging
 from collections.abc import Collection, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from tandem.checkpoint.retention import Retention
+from tandem.checkpoint.sharded_writer import ShardedWriter
 from tandem.checkpoint.snapshot import OF, PER_RANK, Snapshots
 from tandem.checkpoint.state import flatten
 from tandem.checkpoint.writer import FAILURES_ALLOWED, CheckpointWriter, PendingScores
 from tandem.config.slices import CheckpointConfig
 from tandem.distributed.group import ProcessGroup
+from tandem.distributed.notices import StoreNotices
+from tandem.distributed.peers import is_peer_loss
 from tandem.distributed.strategy import Strategy
 from tandem.distributed.whole_state import Rank0Values
 from tandem.errors import StoppedError
 from tandem.telemetry.recorder import Recorder
+from tandem.timeouts import SHARDS_LEFT_SECONDS
 from tandem.training.summary import RunInfo, manifest_info
 
 log = logging.getLogger("tandem.saving")
@@ -85,7 +90,10 @@ class Saver:
         self.is_end = False
         """Whether the task ends the run at the step that is saved next."""
         self._is_cut_off = False
-        self._writer = CheckpointWriter(
+        world = facts.world
+        notices = StoreNotices(world.store) if has_shards else None
+        make = partial(ShardedWriter, world.rank, world.size, notices) if notices else CheckpointWriter
+        self._writer = make(
             facts.directory.checkpoints,
             Retention.of(config),
             FAILURES_ALLOWED,
@@ -109,7 +117,7 @@ class Saver:
         self._differs = self._from_rank_0 is not None and source.differs
 
     def save(self, step: int) -> None:
-        """Save on rank 0, or complete the save that was begun; the other ranks help to gather the state."""
+        """Save on rank 0, or complete the save that was begun; other ranks help, or write their shards."""
         if self._begun != step:
             self.begin(step)
         scores = self._recorder.scores_at(step)
@@ -122,10 +130,11 @@ class Saver:
         See `CheckpointWriter.save`. If the run fails before, `join_quietly` completes it without scores.
         """
         # Every rank takes part in gathering the state, so this is not under `if is_first`.
-        state = {**self._source.full_state(), **self._source.checkpoint_extras(self._recorder, step)}
+        state = self._source.local_state() if self._has_shards else self._source.full_state()
+        state = {**state, **self._source.checkpoint_extras(self._recorder, step)}
         self._begun = step
         self._scores = PendingScores()
-        if self._facts.world.is_first:
+        if self.writes:
             # The writer calls the lambda later, when `self._scores` may belong to the next save. That save
             # waits for this one, so they would wait for each other.
             scores = self._scores
@@ -138,6 +147,11 @@ class Saver:
     def _complete(self, scores: Mapping[str, float]) -> None:
         self._scores.give(scores)
         self._begun = None
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes something of a checkpoint."""
+        return self._has_shards or self._facts.world.is_first
 
     @property
     def begins_snapshots(self) -> bool:
@@ -210,14 +224,16 @@ class Saver:
         elif self.last_step != step:
             raise StoppedError(f"stopped at step {step} without a checkpoint: {self._writer.problem}")
 
-    def join_quietly(self) -> None:
-        """Wait for a save in progress after the run has failed, whatever its outcome.
+    def join_quietly(self, error: BaseException | None = None) -> None:
+        """Wait for a save in progress after the run has failed (with `error`), whatever its outcome.
 
         A save that waits for its scores is completed without them; a run that resumes from it repeats the
         evaluation.
         """
         self._is_cut_off = self._begun is not None
         self._complete({})
+        is_alone = error is not None and is_peer_loss(error, self._facts.world.size)
+        self._writer.hurry(0.0 if is_alone else SHARDS_LEFT_SECONDS)
         self._writer.join_quietly()
 
     def __enter__(self) -> "Saver":
@@ -230,7 +246,7 @@ class Saver:
         if kind is None:
             self._writer.wait()
         else:
-            self.join_quietly()
+            self.join_quietly(error)
 
 
 def snapshot_every(text: str, world: ProcessGroup, strategy: Strategy) -> str:
