@@ -125,19 +125,20 @@ def _rank(work: Work, position: Position, folder: Path, name: str, argument: Any
     torch.set_num_threads(1)
     trainer = Trainer(position, folder, name)
     answers.put((position.rank, work(trainer, argument)))
-    trainer.world.close()
     answers.close()
     answers.join_thread()
+    trainer.world.close()
     os._exit(0)
 
 
 def in_ranks(
     work: Work, folder: Path, size: int, argument: Any = None, name: str = "fsdp",
-    memories: Sequence[NodeMemory] = (), killed: Sequence[int] = (),
+    memories: Sequence[NodeMemory] = (), killed: Sequence[int] = (), kept: Sequence[int] = (),
 ) -> list[Any]:  # fmt: skip
     """One generation of ranks on one node; what `work(trainer, argument)` returns, by rank.
 
-    With `killed`, those ranks kill themselves and the others may fail, as they do under an agent.
+    With `killed`, those ranks kill themselves and the others may fail, as they do under an agent. With
+    `kept`, only these ranks answer.
     """
     context = torch.multiprocessing.get_context("fork")
     answers = context.Queue()
@@ -159,14 +160,14 @@ def in_ranks(
                 assert ranks[rank].exitcode == -signal.SIGKILL, (rank, ranks[rank].exitcode)
             return []
         found = dict[int, Any]()
-        while len(found) < size:
+        while not (set(kept) or set(range(size))) <= found.keys():
             with suppress(queue.Empty):
                 found.update([answers.get(timeout=1)])
-            assert not any(process.exitcode for process in ranks), "a rank failed; see its traceback"
-        return [found[rank] for rank in range(size)]
+            assert kept or not any(process.exitcode for process in ranks), "a rank failed; see its traceback"
+        return [found[rank] for rank in kept or range(size)]
     finally:
         for process in ranks:
-            process.join(2 if killed else 10)
+            process.join(2 if killed or kept else 10)
             process.kill()
             process.join()
 

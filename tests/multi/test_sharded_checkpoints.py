@@ -12,7 +12,7 @@ from needs import require_strategy
 from tandem.checkpoint.sharded import read_state
 from tandem.checkpoint.state import serialize
 from tandem.checkpoint.store import CheckpointStore
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import CheckpointError, ConfigError, CorruptCheckpointError
 from tandem.training.shards import check_shared
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(180)]
@@ -119,6 +119,29 @@ def test_rows_that_one_rank_finds_damaged_make_all_fall_back(tmp_path: Path) -> 
     found = in_ranks(saves, tmp_path, 3, 0)
     assert [each["first"] for each in found] == [1, 1, 1]
     assert store.set_aside() == ["corrupt-step-000000002-1"]
+
+
+def misses(trainer: Trainer, _: Any) -> str:
+    """Rank 1 has another volume at the path of the checkpoints."""
+    if trainer.world.rank == 1:
+        CheckpointStore.use = lambda *_: missing()  # type: ignore[method-assign]
+    try:
+        trainer.begins()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def missing() -> Any:
+    raise CorruptCheckpointError("shard-00001-of-00002.bin is missing")
+
+
+def test_a_rank_without_the_volume_does_not_make_checkpoints_look_damaged(tmp_path: Path) -> None:
+    in_ranks(saves, tmp_path, 2, 1)
+    context = in_ranks(misses, tmp_path, 2, kept=[0])
+    assert "rank 1 cannot read checkpoint step 1, which is valid on node 0" in context[0]
+    store = CheckpointStore(tmp_path / "checkpoints")
+    assert store.steps() == [1] and store.set_aside() == []
 
 
 def full_volume(trainer: Trainer, _: Any) -> list[Any]:

@@ -64,7 +64,7 @@ def _problem(body: dict[str, Any]) -> str:
     """
     if is_deep(body):
         return f"it is nested deeper than {DEEPEST} levels"
-    manifest = SHARDED_MANIFEST if body["format"] == SHARDED else MANIFEST
+    manifest = SHARDED_MANIFEST if body.get("format") == SHARDED else MANIFEST
     for shape, values, where in ((manifest, body, ""), (INFO, body.get("info"), "info.")):
         try:
             _, wrong = typed(values, shape)

@@ -80,7 +80,7 @@ def write_parts(parts: Parts, sink: Sink) -> dict[str, Any]:
         offsets = [first, *[0] * (len(shape) - 1)]
         about = {"name": name, "dtype": _dtype_name(values), "shape": shape, "offsets": offsets}
         index.append({**about, "lengths": list(values.shape), **written[key]})
-    raw = json.dumps(index, indent=1).encode()
+    raw = ("[\n" + ",\n".join(map(json.dumps, index)) + "\n]\n").encode()
     begin = sink.bytes
     sink.write(raw)
     return {"index": {"offset": begin, "sha256": hashlib.sha256(raw).hexdigest()}}

@@ -1,5 +1,6 @@
 """What ranks with shards do together at a start: read a sharded checkpoint, and check that all can write."""
 
+import errno
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +16,8 @@ from tandem.errors import CheckpointError, ConfigError, CorruptCheckpointError, 
 
 KINDS = {kind.__name__: kind for kind in (CorruptCheckpointError, UnloadableError, CheckpointError)}
 """The errors of a read that ranks tell each other; the first is the most serious."""
+
+FULL = "full"
 
 
 def newest_of_all(there: Sequence[Mapping[str, int]]) -> tuple[int, int] | None:
@@ -70,9 +73,22 @@ class ShardedReading:
         for name, error_of_kind in KINDS.items():
             for rank, (theirs, what) in enumerate(told):
                 if theirs == name:
+                    self._confirm(store, step, rank, name, what)
                     raise error_of_kind(what if rank == 0 else f"rank {rank}: {what}")
         self.state = state
         return state, info
+
+    def _confirm(self, store: CheckpointStore, step: int, rank: int, kind: str, what: str) -> None:
+        """Raise CheckpointError on rank 0 if only another rank sees damage: its node has a bad mount.
+
+        Otherwise, rank 0 would set one valid checkpoint after the other aside.
+        """
+        if self._world.is_first and rank > 0 and kind == CorruptCheckpointError.__name__:
+            store.verify(step)
+            raise CheckpointError(
+                f"rank {rank} cannot read checkpoint step {step}, which is valid on node 0: {what}; check "
+                "that the same volume is mounted on its node"
+            )
 
 
 def check_shared(world: ProcessGroup, where: PurePath) -> None:
@@ -82,9 +98,13 @@ def check_shared(world: ProcessGroup, where: PurePath) -> None:
     """
     if world.position.nodes == 1:
         return
-    name = world.broadcast_json(f".tmp-shared-{secrets.token_hex(8)}")
+    name = f".tmp-shared-{secrets.token_hex(8)}"
     problem = _attempt(lambda: _create(where / name)) if world.is_first else ""
-    world.broadcast_json(problem)
+    name, problem = world.broadcast_json([name, problem])
+    if problem == FULL:
+        return
+    if problem:
+        raise _no_access(0, where, problem)
     is_other = world.position.local_rank == 0 and not world.is_first
     if is_other:
         problem = _attempt(lambda: _find_and_write(where, name, f"{name}-{world.rank}"))
@@ -92,20 +112,26 @@ def check_shared(world: ProcessGroup, where: PurePath) -> None:
     if world.is_first:
         _attempt(lambda: _remove(where / name))
     for node, what in told:
-        if what:
-            raise ConfigError(
-                f"node {node} cannot write to the run directory {where}: {what}; with --strategy fsdp each "
-                "node saves its shards: mount one volume on all nodes, or use an address such as s3://, or "
-                "--strategy ddp"
-            )
+        if what and what != FULL:
+            raise _no_access(node, where, what)
+
+
+def _no_access(node: int, where: PurePath, problem: str) -> ConfigError:
+    return ConfigError(
+        f"node {node} cannot write to the run directory {where}: {problem}; with --strategy fsdp each node "
+        "saves its shards: mount one volume on all nodes, or use an address such as s3://, or --strategy ddp"
+    )
 
 
 def _attempt(action: Callable[[], None]) -> str:
-    """Return why `action` failed; empty if it did not."""
+    """Return why `action` failed; empty if it did not, and FULL for a full volume.
+
+    A volume that is full may be freed later, and until then each save says so.
+    """
     try:
         action()
     except OSError as error:
-        return error.strerror or str(error)
+        return FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
     return ""
 
 
