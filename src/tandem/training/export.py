@@ -18,6 +18,7 @@ from tandem.data.datasets import Datasets, one_line
 from tandem.data.kinds import evaluation_batches
 from tandem.data.loader import batch_size_of
 from tandem.data.seeds import seed_model
+from tandem.distributed.dcp import write_dcp
 from tandem.errors import CheckpointError, ConfigError, UnloadableError
 from tandem.tasks.base import WholeTask, load_task
 from tandem.tasks.build import datasets_of, model_of
@@ -26,7 +27,7 @@ from tandem.training.shapes import check_model
 from tandem.training.train_state import recall
 from tandem.training.weights import Saved, saved_at, tensors_in
 
-SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt"}
+SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt", "dcp": ".dcp"}
 
 
 def export(source: str, kind: str, output: Path | None) -> str:
@@ -50,7 +51,7 @@ def export(source: str, kind: str, output: Path | None) -> str:
     elements = sum(tensor.numel() for tensor in weights.values())
     return (
         f"{path}: step {saved.step:,}, {len(weights)} tensors, {elements:,} numbers, "
-        f"{path.stat().st_size:,} bytes; weights {digest[:12]}"
+        f"{_size(path):,} bytes; weights {digest[:12]}"
     )
 
 
@@ -79,7 +80,16 @@ Write = Callable[[dict[str, Tensor], Path, dict[str, str]], None]
 
 
 def _writers() -> dict[str, Write]:
-    return {"safetensors": _safetensors, "torch": lambda weights, path, _facts: torch.save(weights, path)}
+    return {
+        "safetensors": _safetensors,
+        "torch": lambda weights, path, _facts: torch.save(weights, path),
+        "dcp": lambda weights, path, _facts: write_dcp(weights, path),
+    }
+
+
+def _size(path: Path) -> int:
+    """Return the bytes of a file, or of the files in a directory."""
+    return sum(each.stat().st_size for each in ([path] if path.is_file() else path.iterdir()))
 
 
 def _safetensors(weights: dict[str, Tensor], path: Path, facts: dict[str, str]) -> None:
