@@ -118,7 +118,7 @@ def _state_and_shards(value: object) -> object:
 
 
 def is_sharded(manifest: dict[str, Any]) -> bool:
-    """Return True if each rank has written a file of its own."""
+    """Return True if each rank has written its own file."""
     return bool(manifest["format"] == SHARDED)
 
 

@@ -1,7 +1,7 @@
 """Checkpoints of which each rank writes its own file. The format is described in docs/checkpoints.md.
 
 A rank's file has the bytes of its rows, one range after another, and then an index of the ranges in JSON. The
-state's file has everything else; there, {SHARD: [shape, dtype]} stands for a sharded tensor.
+state's file has everything else; there, {SHARD: [shape, dtype]} represents a sharded tensor.
 """
 
 import hashlib
@@ -64,7 +64,7 @@ def _dtype_name(values: Tensor) -> str:
 
 
 def write_parts(parts: Parts, sink: Sink) -> dict[str, Any]:
-    """Write a rank's file; return what its manifest entry has beside size and hash."""
+    """Write a rank's file; return what its manifest entry has in addition to size and hash."""
     index = list[dict[str, Any]]()
     written: dict[Any, dict[str, Any]] = {}
     for name, part in parts.items():

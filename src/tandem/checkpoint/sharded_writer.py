@@ -145,7 +145,7 @@ class ShardedWriter(CheckpointWriter):
         return f"{self._number if number is None else number}/{what}"
 
     def _wait(self, keys: list[str], unless: str | None = None) -> list[Any]:
-        """Return what was told under `keys`; [None] if `unless` was told first. Raises CheckpointError."""
+        """Return the values of `keys`; [None] if there is one of `unless` first. Raises CheckpointError."""
         while True:
             found = self._notices.told(keys) if keys else []
             if found is not None:

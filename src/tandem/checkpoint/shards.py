@@ -17,7 +17,7 @@ Path = tuple[Any, ...]
 
 
 def shard(shape: Sequence[int], first: int, values: Tensor) -> dict[str, Any]:
-    """Return what stands for a tensor of `shape` in the state of a rank that has its rows from `first` on."""
+    """Return what represents a tensor of `shape` in the state of a rank that has its rows from `first` on."""
     return {SHARD: [list(shape), first], VALUES: values}
 
 
