@@ -1,7 +1,8 @@
 """Save a run while it trains: checkpoints on the volume, snapshots in the node's memory."""
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
@@ -44,10 +45,7 @@ class CheckpointSource(Protocol):
         ...
 
     def local_state(self) -> dict[str, Any]:
-        """Return the same, but of sharded tensors only this rank's part (`checkpoint/shards.py`).
-
-        Exchanges nothing.
-        """
+        """Return the same, but of sharded tensors only this rank's part (`checkpoint/shards.py`)."""
         ...
 
     def checkpoint_extras(self, recorder: Recorder, step: int) -> dict[str, Any]:
@@ -164,21 +162,35 @@ class Saver:
 
         `has_lines`: rank 0 has written this step's lines to the journal.
         """
+        if self._has_shards:
+            # Also without memory, because all ranks may have to take part.
+            own = self._source.local_state()
+            with self._optional_snapshots():
+                self._keep(step, {**own, "step": step})
+            return
         if self._snapshots is None and self._own is None and self._from_rank_0 is None:
             return
-        state = self._source.local_state() if self._has_shards else self._source.full_state()
+        state = self._source.full_state()
         rank_0_indices = self._source.rank_0_indices(state)
         skeleton, tensors = flatten({**state, "step": step})
         is_right = self._receive(rank_0_indices, tensors, has_lines)
-        try:
+        with self._optional_snapshots():
             if self._own is not None:
-                of = [self._facts.world.rank, self._facts.world.size]
-                mine = (
-                    {**state, "step": step} if self._has_shards else {PER_RANK: self._source.per_rank_state()}
-                )
-                self._own.take(step, {**mine, OF: of}, ())
+                self._keep(step, {PER_RANK: self._source.per_rank_state()})
             if self._snapshots is not None and is_right:
                 self._snapshots.take_flat(step, skeleton, tensors, rank_0_indices)
+
+    def _keep(self, step: int, own: Mapping[str, Any]) -> None:
+        """Take a snapshot of what only this rank has."""
+        if self._own is not None:
+            of = [self._facts.world.rank, self._facts.world.size]
+            self._own.take(step, {**own, OF: of}, ())
+
+    @contextmanager
+    def _optional_snapshots(self) -> Iterator[None]:
+        """Disable snapshots if there is no memory for them."""
+        try:
+            yield
         # Snapshots only shorten a restart, so a lack of memory must not end the run.
         except OSError as error:
             log.warning("in-memory snapshots are disabled, a restart resumes from a checkpoint: %s", error)

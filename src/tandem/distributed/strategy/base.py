@@ -114,10 +114,7 @@ class Strategy(Protocol):
         ...
 
     def local_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return state dicts of model and optimizer with a `shards.shard` for each sharded tensor.
-
-        Needs no communication.
-        """
+        """Return state dicts of model and optimizer with a `shards.shard` for each sharded tensor."""
         ...
 
     def with_shards(self, state: dict[str, Any]) -> dict[str, Any]:

@@ -115,6 +115,8 @@ class FSDPStrategy(single.SingleStrategy):
 
     def _local(self, value: Any) -> Any:
         if isinstance(value, DTensor):
+            if value.placements != (Shard(0),):  # some optimizers' statistics, which are small
+                return value.full_tensor()
             return shard(value.shape, self.rows(len(value))[0], value.to_local().detach())
         if isinstance(value, dict):
             return {key: self._local(item) for key, item in value.items()}
