@@ -22,9 +22,11 @@ FLAGS = ("--nproc", 2, "--device", "cpu", "--threads", 1, "--checkpoint-every", 
 
 
 @pytest.mark.slow
-def test_fsdp_killed_and_resumed_has_the_bits_of_a_calm_run(runs: Runs) -> None:
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_fsdp_killed_and_resumed_has_the_bits_of_a_calm_run(runs: Runs, nodes: int) -> None:
     calm = runs.finish("launch", "calm", *FLAGS, "--strategy", "fsdp", "--steps", 60)
-    broken = runs.start("launch", "broken", *FLAGS, "--strategy", "fsdp", "--steps", 60, delay=0.05)
+    flags = ("--nodes", nodes, "--nproc", 2 // nodes, *FLAGS[2:], "--strategy", "fsdp", "--steps", 60)
+    broken = runs.start("launch", "broken", *flags, delay=0.05)
     runs.wait_for_step("broken", 20)
     os.kill(rank_processes(broken.pid)["tandem-rank-1"], signal.SIGKILL)
     code, output = runs.processes.wait(broken)
