@@ -130,7 +130,8 @@ class ShardedWriter(CheckpointWriter):
                 self._notices.tell(self._key(str(self._rank)), ["", written, entry])
             except CheckpointError as error:
                 self._notices.tell(self._key(str(self._rank)), [str(error)])
-        if problem := self._wait([end])[0]:
+        # A rank that ends has done its part, and must not wait for rank 0, which may wait for it.
+        if problem := self._wait([end], is_needed=False)[0]:
             raise CheckpointError(problem)
         return size
 
@@ -144,15 +145,18 @@ class ShardedWriter(CheckpointWriter):
     def _key(self, what: str, number: int | None = None) -> str:
         return f"{self._number if number is None else number}/{what}"
 
-    def _wait(self, keys: list[str], unless: str | None = None) -> list[Any]:
-        """Return the values of `keys`; [None] if there is one of `unless` first. Raises CheckpointError."""
+    def _wait(self, keys: list[str], unless: str | None = None, is_needed: bool = True) -> list[Any]:
+        """Return the values of `keys`; [None] if there is one of `unless` first.
+
+        Raises CheckpointError `seconds` after `hurry`; at once, unless `is_needed`.
+        """
         while True:
             found = self._notices.told(keys) if keys else []
             if found is not None:
                 return found
             if unless is not None and self._notices.told([unless]) is not None:
                 return [None]
-            if time.monotonic() > self._until:
+            if time.monotonic() > self._until or (self._hurried.is_set() and not is_needed):
                 raise CheckpointError("the other ranks ended before all had written their shards")
             # After `hurry`, the event no longer waits.
             if self._hurried.wait(SHARDS_POLL_SECONDS):
