@@ -2,13 +2,16 @@
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sharded_ranks import Trainer, in_ranks, killed_here
 
 from needs import require_strategy
 from tandem.checkpoint.node_memory import NodeMemory
+from tandem.training.saving import snapshot_every
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(180)]
 STEPS = 12
@@ -84,3 +87,13 @@ def test_a_step_that_only_one_rank_has_does_not_count(tmp_path: Path) -> None:
     in_ranks(one_ahead, tmp_path, 2, memories=memories)
     ended = in_ranks(trains, tmp_path, 2, memories=memories)
     assert [each["first"] for each in ended] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "state", "every"), [(False, False, "1"), (True, True, "1"), (False, True, "never")]
+)
+def test_a_state_that_no_rank_can_keep_has_no_snapshots(parameters: bool, state: bool, every: str) -> None:
+    """Errors that PowerSGD remembers are on all ranks, and in no shard."""
+    strategy: Any = SimpleNamespace(shards_parameters=parameters, shards_state=state)
+    world: Any = SimpleNamespace(position=SimpleNamespace(memories=[1, 2]), device=torch.device("cpu"))
+    assert snapshot_every("auto", world, strategy) == every

@@ -4,6 +4,7 @@ import importlib
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +17,13 @@ from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.sharded import divided, file_name, read_rows, read_state, write_parts
 from tandem.checkpoint.shards import shard
 from tandem.checkpoint.state import serialize
-from tandem.checkpoint.storage import _made
+from tandem.checkpoint.storage import _made, remote_at
 from tandem.checkpoint.storage.notes import notes_at
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.address import address
 from tandem.errors import CheckpointError, ConfigError, RunTakenError
 from tandem.run.lease import LeaseRecord, acquire, fence
+from tandem.training.shards import check_shared
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -99,6 +101,26 @@ def test_a_sharded_life_on_an_object_store(store_address: str) -> None:
     found = store.newest(lambda step: read_state(store, step), lambda *_: None)
     assert found is not None and found[0] == 1 and store.set_aside() == ["corrupt-step-000000002-1"]
     assert store.prune(Retention(1)) == []
+
+
+def test_nodes_find_that_they_share_an_object_store(store_address: str) -> None:
+    where = address(f"{store_address}/run")
+    name = ".tmp-shared-1"
+
+    def world(node: int, answers: list[Any]) -> Any:
+        return SimpleNamespace(
+            position=SimpleNamespace(nodes=2, local_rank=0, node_rank=node), is_first=node == 0, rank=node,
+            broadcast_json=lambda told: told if node == 0 else [name, ""],
+            gather_json=lambda told: [told, *answers],
+        )  # fmt: skip
+
+    check_shared(world(0, []), where)
+    with pytest.raises(ConfigError, match="node 1 cannot write to the run directory"):
+        check_shared(world(1, []), where)
+    remote_at(where).write(where / name, b"shared")
+    check_shared(world(1, []), where)
+    remote_at(where).delete(where, [name])
+    assert remote_at(where).list(where) == {} and remote_at(where).read(where / name) is None
 
 
 def test_a_life_on_an_object_store(store_address: str) -> None:
