@@ -133,39 +133,28 @@ def begin(
     began = time.monotonic()
     state = found.state
     found = _Found(step)  # drops the reference to the state on rank 0
-    slot = own_slot = None
-    source = "checkpoint"
     # After a snapshot, each rank's own values are in its memory; a checkpoint's are on rank 0.
     if holder is not None:
         own_slot = slots[step].number if own or shards else None
-        mine = {} if own_slot is None else read_slot(position.own_memories, step, own_slot).state
-        state, slot = (mine, None) if shards else _from_memory(world, there, holder, step, homes)
-        is_here = shards is not None or slot is not None
-        source = "memory of this node" if is_here else f"memory of node {there[holder].node}"
-        if world.is_first:
-            where = "" if is_here else f" of node {there[holder].node}"
-            log.info("resuming from step %s (in-memory snapshot%s)", f"{step:,}", where)
-        own_state = mine.get(PER_RANK, {})
+        loaded = _from_memory(world, there, holder, step, homes, own_slot, shards is not None)
     else:
-        if shards and shards.state:
-            state = shards.state
-        elif world.size > 1:
-            state = broadcast_state(world, state, homes)
-        own_state = _own_state_of(world, parts, count, named, own, redistribute)
+        read = shards.state if shards else None
+        state = read or (broadcast_state(world, state, homes) if world.size > 1 else state)
+        loaded = _Loaded(state, _own_state_of(world, parts, count, named, own, redistribute))
     took = metrics.CHECKPOINT_LAST_LOAD_DURATION_SECONDS.set(time.monotonic() - began)
     recorder.samples(metrics.CHECKPOINT_LOADS.inc(), took)
     return ResumePoint(
         step,
-        state,
-        source,
+        loaded.state,
+        loaded.source,
         holder is not None,
-        slot,
+        loaded.slot,
         generation,
         scores=_numbers(info.get("eval", {})),
         ended_of=info.get("ended_of", 0),
         data=info.get("data", {}),
-        own=own_state,
-        own_slot=own_slot,
+        own=loaded.own,
+        own_slot=loaded.own_slot,
         owes_evaluation=bool(info.get("owes_evaluation", False)),
     )
 
@@ -211,7 +200,37 @@ def _best(there: Sequence[_NodeSnapshots], has_own: bool) -> tuple[int, int] | N
     return best
 
 
+class _Loaded(NamedTuple):
+    """A rank's state and its own values; see `ResumePoint`."""
+
+    state: dict[str, Any] | None
+    own: dict[str, Any]
+    source: str = "checkpoint"
+    slot: int | None = None
+    own_slot: int | None = None
+
+
 def _from_memory(
+    world: ProcessGroup,
+    there: Sequence[_NodeSnapshots],
+    holder: int,
+    step: int,
+    homes: Mapping[str, Tensor],
+    own_slot: int | None,
+    has_shards: bool,
+) -> _Loaded:
+    """Return the snapshot of `step`: from rank `holder`, or with `has_shards` from each rank's own memory."""
+    mine = {} if own_slot is None else read_slot(world.position.own_memories, step, own_slot).state
+    state, slot = (mine, None) if has_shards else _shared_snapshot(world, there, holder, step, homes)
+    node = None if has_shards or slot is not None else there[holder].node
+    if world.is_first:
+        where = "" if node is None else f" of node {node}"
+        log.info("resuming from step %s (in-memory snapshot%s)", f"{step:,}", where)
+    source = "memory of this node" if node is None else f"memory of node {node}"
+    return _Loaded(state, mine.get(PER_RANK, {}), source, slot, own_slot)
+
+
+def _shared_snapshot(
     world: ProcessGroup, there: Sequence[_NodeSnapshots], holder: int, step: int, homes: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], int | None]:
     """Return the state of the snapshot that rank `holder` has, and the slot of this node that has it, if any.
