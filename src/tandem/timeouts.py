@@ -226,6 +226,21 @@ TRACKER_END_SECONDS = 30.0
 TRACKER_REQUEST_SECONDS = 8
 """For a request to MLflow, unless MLFLOW_HTTP_REQUEST_TIMEOUT is set; MLflow's own default is 120."""
 
+# Messages to a webhook, and to Kubeflow Trainer (report/sender.py)
+
+OUTGOING_REQUEST_SECONDS = 10.0
+"""For the answer to one request; no rank and no agent waits for it."""
+OUTGOING_RETRY_SECONDS = 2.0
+"""Before the second attempt after a failure that may pass; the pause doubles."""
+OUTGOING_END_SECONDS = 15.0
+"""For the last messages at the end of a launch: one pause of TRAINER_SECONDS, and one request."""
+STOPPED_END_SECONDS = 7.0
+"""The same after a stop signal, within the platform's grace period."""
+TRAINER_SECONDS = 5.0
+"""Between two requests to Kubeflow Trainer's status endpoint, which asks for no more (KEP-2779)."""
+SAME_CAUSE_SECONDS = 600.0
+"""A webhook gets at most one message about the same event and cause in this time."""
+
 # Replicas of Compose (platforms/replica.py)
 
 RESOLVER_SECONDS = 2.0
