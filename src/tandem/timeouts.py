@@ -102,6 +102,11 @@ AT_ONCE_SECONDS = 3.0
 SAVE_AGAIN_SECONDS = 2.0
 """Before each further attempt to save the last step, at most three: a full volume may be freed meanwhile."""
 
+SHARDS_POLL_SECONDS = 0.02
+"""Between two looks whether the other ranks have written their shards: one small request to the store."""
+SHARDS_LEFT_SECONDS = 8.0
+"""The time for the other ranks' shards once a run has failed; the agent waits longer for ranks to end."""
+
 # Crash loops: starts that save nothing new (run/crash_loop.py)
 
 FIRST_BACKOFF_SECONDS = 5.0
