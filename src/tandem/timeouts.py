@@ -242,7 +242,7 @@ CHECK_SECONDS = 600.0
 TOOL_ANSWER_SECONDS = 20.0
 """For `tandem doctor`: another program's --version or --help."""
 
-# Blocks of data from object stores (data/ranges.py, data/block_cache.py, data/tar_blocks.py)
+# Blocks of data from object stores (data/ranges.py, data/block_cache.py, data/block_fetcher.py)
 
 BLOCK_DEADLINE_SECONDS = 60.0
 """Attempts to read a block last this long, unless `tar_blocks` says otherwise: less than an idle hang."""

@@ -58,7 +58,9 @@ def test_each_sample_is_in_one_block(tmp_path: Path, format: int, prefix: str) -
     assert all(block.length < 60_000 for block in blocks)
 
 
-def test_shards_of_a_server_and_of_a_folder_that_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_of_a_server_and_of_a_folder_that_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tar_index, "PART", 3000)
     (tmp_path / "served").mkdir()
     (tmp_path / "data/shards").mkdir(parents=True)
@@ -71,7 +73,8 @@ def test_shards_of_a_server_and_of_a_folder_that_moves(tmp_path: Path, monkeypat
     (tmp_path / "data").rename(tmp_path / "moved")
     there, here = read_index(tmp_path / "moved/index.jsonl")
     assert there.address == address
-    assert read([there._replace(address=str(tmp_path / "served/a.tar")), here]) == files_of(20) + files_of(20, seed=1)
+    blocks = [there._replace(address=str(tmp_path / "served/a.tar")), here]
+    assert read(blocks) == files_of(20) + files_of(20, seed=1)
 
 
 def test_wrong_shards_are_refused(tmp_path: Path) -> None:

@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tandem.data.tar_blocks import tar_blocks as tar_blocks
+    from tandem.data.tar_shards import tar_blocks as tar_blocks
     from tandem.data.token_files import tokens as tokens
 
-_MODULES = {"tar_blocks": "tar_blocks", "tokens": "token_files"}
+_MODULES = {"tar_blocks": "tar_shards", "tokens": "token_files"}
 
 
 def __getattr__(name: str) -> Any:

@@ -41,6 +41,17 @@ WRONG_ANSWERS = 3
 PIPE_BUF = select.PIPE_BUF
 """Writes up to this size to a pipe are never mixed with those of other processes."""
 
+PACKAGES = Path(__file__).resolve().parents[2]
+# The current folder is not searched, where a user's file may have the name of a module of Python.
+_PROGRAM = """
+import sys
+packages, *arguments = sys.argv[1:]
+if packages not in sys.path:
+    sys.path.insert(0, packages)
+from tandem.data.block_fetcher import main
+main(arguments)
+"""
+
 Order = Literal["next", "more", "need"]
 """Of a line: it begins the list of the blocks that are read next, adds to it, or a reader waits for them."""
 
@@ -127,8 +138,8 @@ class BlockFetcher:
         self._deadline = deadline
         self.status = SharedStatus()
         self._listed: tuple[int, ...] = ()
-        command = [sys.executable, "-P", "-m", "tandem.data.block_fetcher"]
-        given = (cache.folder, cache.limit, deadline, self.status.descriptor, os.getpid())
+        command = [sys.executable, "-P", "-c", _PROGRAM]
+        given = (PACKAGES, cache.folder, cache.limit, deadline, self.status.descriptor, os.getpid())
         self._process = subprocess.Popen(
             [*command, *map(str, given)],
             stdin=subprocess.PIPE,
@@ -403,7 +414,3 @@ def _received(pipe: int, rank: int) -> Iterator[bytes]:
                 return
             *lines, rest = (rest + read).split(b"\n")
             yield from lines
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
