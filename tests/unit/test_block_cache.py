@@ -1,4 +1,4 @@
-"""The block cache: right samples or an error that names the block, one request each, never above its limit."""
+"""The block cache: right samples or an error that names the block, one request each, never above a limit."""
 
 import os
 import pickle
@@ -19,10 +19,13 @@ from patience import patient
 from range_server import RangeServer, serving
 from tandem.data import block_fetcher, ranges, tar_blocks
 from tandem.data.block_cache import LOCKS, PART, BlockCache
-from tandem.data.ranges import RangeReader
+from tandem.data.block_metrics import BlockMetrics
+from tandem.data.ranges import OUTCOMES, RangeReader
 from tandem.data.tar_index import StoredBlock, index_shards, read_index
 from tandem.data.tar_shards import TarBlocks
-from tandem.errors import ConfigError, PeerLostError
+from tandem.errors import ConfigError, DataUnavailableError
+from tandem.telemetry.metrics import REQUEST_OUTCOMES
+from tandem.telemetry.registry import Registry
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 SHARDS = 4
@@ -186,13 +189,13 @@ def test_what_no_retry_can_fix_ends_the_run_at_once(
 @pytest.mark.parametrize(
     ("fault", "cause"), [("always_500", "500"), ("stalling", "timed out"), ("share_resets", "reset")]
 )
-def test_a_server_that_stays_away_is_a_lost_peer(
+def test_a_server_that_stays_away_ends_the_rank_for_a_restart(
     opened: Opening, server: RangeServer, fault: str, cause: str
 ) -> None:
     setattr(server.faults, fault, 1.0 if fault == "share_resets" else {"0.tar"})
     data = opened(deadline=2.0)
     data.will_need([0])
-    with pytest.raises(PeerLostError) as caught:
+    with pytest.raises(DataUnavailableError) as caught:
         check(data, [0])
     assert all(word in str(caught.value) for word in ("0.tar", "bytes 0 to", "2 s", cause))
     status = data.status()
@@ -218,12 +221,12 @@ def test_redirects_are_followed(opened: Opening, server: RangeServer, shards: Pa
             RangeReader().read(f"{first.address}/0.tar", block.offset, block.length)
 
 
-def test_a_fetching_process_that_was_killed_is_a_lost_peer(opened: Opening, server: RangeServer) -> None:
+def test_a_fetching_process_that_was_killed_ends_the_rank(opened: Opening, server: RangeServer) -> None:
     data = opened()
     check(data, [0])
     fetcher = data._started()
     os.kill(fetcher.pid, signal.SIGKILL)
-    with pytest.raises(PeerLostError, match="process"):
+    with pytest.raises(DataUnavailableError, match="process"):
         check(data, [len(data) - 1])
     check(pickle.loads(pickle.dumps(data)), [0])
 
@@ -250,6 +253,38 @@ def test_it_ends_with_its_rank(opened: Opening) -> None:
     while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
         time.sleep(0.05)
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_metrics_count_what_is_new(opened: Opening, server: RangeServer) -> None:
+    node = Registry()
+    value = node.registry.get_sample_value
+    server.faults.share_500 = 0.3
+    assert REQUEST_OUTCOMES == OUTCOMES
+    report = BlockMetrics(3)
+    assert report() == []
+    data = opened()
+    data.will_need(range(len(data.blocks)))
+    check(data)
+    node.apply(report())
+    count = len(data.blocks)
+    assert value("tandem_block_requests_total", dict(outcome="ok", node="0")) == count
+    assert value("tandem_block_requests_total", dict(outcome="retried", node="0")) > 0
+    assert value("tandem_block_requests_total", dict(outcome="failed", node="0")) == 0
+    assert value("tandem_block_bytes_total", dict(node="0")) == server.sent
+    assert value("tandem_block_wait_seconds_total", dict(node="0")) > 0
+    assert value("tandem_blocks_ahead", dict(rank="3", node="0")) == count
+    assert value("tandem_block_cache_bytes", dict(node="0")) == BlockCache(opened.cache, 10**9).used()
+    again = opened()
+    again.will_need(range(count))
+    check(again)
+    status = again.status()
+    until = time.monotonic() + patient(20)
+    while status is not None and status.get("hits") < count and time.monotonic() < until:
+        time.sleep(0.01)  # the process may have just begun
+    node.apply(report())
+    node.apply(report())
+    assert value("tandem_block_requests_total", dict(outcome="ok", node="0")) == count
+    assert value("tandem_block_cache_hits_total", dict(node="0")) == count
 
 
 # The folder.

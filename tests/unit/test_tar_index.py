@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from range_server import serving
+from tandem import cli
 from tandem.data import tar_index
 from tandem.data.tar_index import StoredBlock, index_shards, read_index, samples_of
 from tandem.errors import ConfigError
@@ -147,3 +148,15 @@ def test_an_address_that_cannot_be_read_is_refused_without_its_password(tmp_path
     with pytest.raises(ConfigError) as caught:
         index_shards([address], tmp_path / "index.jsonl")
     assert "word@" not in str(caught.value)
+
+
+def test_the_verb_writes_an_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_shard(tmp_path / "a.tar", files_of(10))
+    output = tmp_path / "index.jsonl"
+    assert cli.run("index", [str(tmp_path / "a.tar"), "--output", str(output)], {}) == 0
+    assert "1 shards, 1 blocks, 10 samples" in capsys.readouterr().out
+    assert json.loads(output.read_text())["address"] == "a.tar"
+    with pytest.raises(ConfigError, match="cannot write"):
+        cli.run("index", [str(tmp_path / "a.tar"), "--output", str(tmp_path / "none/index.jsonl")], {})
+    with pytest.raises(ConfigError, match="--block-bytes"):
+        cli.run("index", [str(tmp_path / "a.tar"), "--block-bytes", "0"], {})

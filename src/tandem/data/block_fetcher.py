@@ -24,7 +24,15 @@ from zlib import crc32
 from tandem.data.block_cache import BlockCache, name_of
 from tandem.data.ranges import OK, OUTCOMES, RangeReader
 from tandem.data.tar_index import StoredBlock
-from tandem.errors import FAILED, MISCONFIGURED, PEER_LOST, ConfigError, PeerLostError, TandemError, text_of
+from tandem.errors import (
+    FAILED,
+    MISCONFIGURED,
+    PEER_LOST,
+    ConfigError,
+    DataUnavailableError,
+    TandemError,
+    text_of,
+)
 from tandem.process import name_process
 from tandem.signals import ignore_stop_signals
 from tandem.timeouts import (
@@ -115,7 +123,7 @@ class SharedStatus:
         code, length = _ERROR.unpack_from(self._memory, _ERROR_START)
         start = _ERROR_START + _ERROR.size
         text = self._memory[start : start + length].decode(errors="replace")
-        raise {PEER_LOST: PeerLostError, MISCONFIGURED: ConfigError}.get(code, TandemError)(text)
+        raise {PEER_LOST: DataUnavailableError, MISCONFIGURED: ConfigError}.get(code, TandemError)(text)
 
     def _get(self, place: int) -> int:
         return int(_NUMBER.unpack_from(self._memory, place * _NUMBER.size)[0])
@@ -164,7 +172,7 @@ class BlockFetcher:
         """Return the file of a block once it is there.
 
         `reader`: a number of this process among those that read from the cache. Raises the errors of
-        `RangeReader.read`, and PeerLostError if the fetching process is gone or does not answer.
+        `RangeReader.read`, and DataUnavailableError if the fetching process is gone or does not answer.
         """
         self.status.raise_failure()
         path = self._cache.path(block)
@@ -195,10 +203,12 @@ class BlockFetcher:
                 self._send("need", [block])
                 if self._has_ended():
                     self.status.raise_failure()
-                    raise PeerLostError(f"the process that fetches blocks has ended; {block} is missing")
+                    raise DataUnavailableError(
+                        f"the process that fetches blocks has ended; {block} is missing"
+                    )
             # Another process of the node may use up its own deadline for this block first.
             if waited > 2 * self._deadline + BLOCK_AGAIN_SECONDS:
-                raise PeerLostError(f"{block}: not in the cache after {waited:.0f} s")
+                raise DataUnavailableError(f"{block}: not in the cache after {waited:.0f} s")
             time.sleep(pause)
             pause = min(1.5 * pause, BLOCK_POLL_SECONDS)
 
@@ -216,7 +226,7 @@ class BlockFetcher:
                 os.write(self._process.stdin.fileno(), line)
         except BrokenPipeError:
             self.status.raise_failure()
-            raise PeerLostError("the process that fetches blocks has ended") from None
+            raise DataUnavailableError("the process that fetches blocks has ended") from None
 
 
 def _lines(order: Order, blocks: Iterable[StoredBlock]) -> Iterator[bytes]:

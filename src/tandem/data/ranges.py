@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 from urllib.parse import SplitResult, urljoin, urlsplit
 
-from tandem.errors import ConfigError, PeerLostError
+from tandem.errors import ConfigError, DataUnavailableError
 from tandem.timeouts import (
     BLOCK_BACKOFF_SECONDS,
     BLOCK_DEADLINE_SECONDS,
@@ -82,8 +82,8 @@ class RangeReader:
     def read(self, address: str, offset: int, length: int) -> bytes:
         """Return `length` >= 1 bytes from `offset` on.
 
-        Raises ConfigError if the server refuses the range for good, and PeerLostError if nothing complete
-        arrives within the deadline.
+        Raises ConfigError if the server refuses the range for good, and DataUnavailableError if nothing
+        complete arrives within the deadline.
         """
         return self._repeated(address, f"bytes {offset} to {offset + length - 1}", offset, length)[0]
 
@@ -117,7 +117,7 @@ class RangeReader:
 
     def _give_up(self, address: str, what: str, error: Exception) -> NoReturn:
         cause = str(error) or type(error).__name__
-        raise PeerLostError(
+        raise DataUnavailableError(
             f"cannot read {shown(address)}, {what}: no complete answer for {self.deadline:g} s; "
             f"the last problem: {cause.splitlines()[0]}"
         ) from error

@@ -125,12 +125,11 @@ def _members_by_tarfile(file: io.BufferedIOBase | io.BytesIO) -> Iterator[Member
 def index_shards(shards: Sequence[str], output: Path, block_bytes: int = BLOCK_BYTES) -> list[StoredBlock]:
     """Read every shard once, and write the index of their blocks, complete or not at all.
 
-    Paths below the folder of `output` are written relative to it, so that both can be moved together. Raises
-    ConfigError for a shard that is missing or no tar archive, and PeerLostError for a server that does not
-    answer.
+    Paths below the folder of `output` are written relative to it, so that both can be moved together.
+
+    Raises ConfigError for a shard that is missing or no tar archive, and DataUnavailableError for a server
+    that does not answer.
     """
-    if block_bytes < 1:
-        raise ConfigError(f"--block-bytes: invalid value {block_bytes}; expected an integer >= 1")
     for shard in shards:
         if is_remote(shard):
             check_address(shard)

@@ -1,5 +1,6 @@
 """Tar shards as a dataset, read block by block: on this machine in place, elsewhere through a block cache."""
 
+import math
 import os
 import tempfile
 import weakref
@@ -32,8 +33,20 @@ KEY = "__key__"
 """The name of a sample's key in its dict, as in WebDataset."""
 
 Decode = Callable[[dict[str, Any]], Any]
-_fetching: "weakref.WeakSet[TarBlocks]" = weakref.WeakSet()
+_open: "weakref.WeakSet[TarBlocks]" = weakref.WeakSet()
 """The datasets of this process that have started a fetching process."""
+_longest_wait = math.inf
+
+
+def limit_waits(hang_seconds: float | None) -> None:
+    """Give up a block before it counts as a hang, which could not say what is wrong; None: no limit."""
+    global _longest_wait
+    _longest_wait = math.inf if hang_seconds is None else hang_seconds / 2
+
+
+def open_caches() -> "list[TarBlocks]":
+    """Return the datasets of this process that have started a fetching process."""
+    return list(_open)
 
 
 class _Place(NamedTuple):
@@ -105,10 +118,6 @@ class TarBlocks(Dataset[Any]):
                 f"{needed:,}, because a rank reads from {blocks} blocks at a time"
             )
 
-    def limit_wait(self, seconds: float) -> None:
-        """Give up a block earlier than a hang is detected, after `seconds` of waiting."""
-        self.deadline = min(self.deadline, seconds)
-
     def __len__(self) -> int:
         return self._ends[-1]
 
@@ -150,8 +159,8 @@ class TarBlocks(Dataset[Any]):
     def _started(self) -> BlockFetcher:
         if self._fetcher is None:
             self._cache = BlockCache(self.cache_dir, self.cache_bytes)
-            self._fetcher = BlockFetcher(self._cache, self.deadline)
-            _fetching.add(self)
+            self._fetcher = BlockFetcher(self._cache, min(self.deadline, _longest_wait))
+            _open.add(self)
         return self._fetcher
 
     def _read(self, number: int, samples: Sequence[int]) -> list[dict[str, Any]]:
