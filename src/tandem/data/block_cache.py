@@ -36,7 +36,7 @@ READING = 2**61
 _LOCK = struct.Struct("hhqqi4x")
 _TOTAL = struct.Struct("20s")
 SPARE = 16
-"""An eviction frees this part of the limit at once, because it has to list the folder."""
+"""An eviction frees this part of the limit at once, because it lists the folder."""
 
 
 class _Entry(NamedTuple):
@@ -207,7 +207,7 @@ class BlockCache:
                 continue
             try:
                 found = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:  # somebody has deleted it by hand
+            except FileNotFoundError:  # deleted by hand
                 continue
             if entry.name.endswith(PART) and self._is_left_over(entry.name.removesuffix(PART)):
                 os.unlink(entry.path)
@@ -244,7 +244,7 @@ def name_of(block: StoredBlock) -> str:
 def _place(name: str) -> int:
     try:
         return int(name[:14], 16)
-    except ValueError:  # a file of somebody else
+    except ValueError:  # a file of another program
         return 0
 
 

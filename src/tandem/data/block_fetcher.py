@@ -78,8 +78,8 @@ _SIZE = 2 * mmap.PAGESIZE
 class SharedStatus:
     """Counters of a fetching process, and the error that ended its work; in memory without a name.
 
-    Counters: `ok`, `retried` and `failed` requests, `bytes` received, `hits` (blocks that were in the cache
-    when they were first listed), `ahead` (listed blocks that are in the cache), `cached` (bytes in it).
+    Counters: `ok`, `retried` and `failed` are requests, `bytes` were received, and `cached` are in the cache.
+    `hits` are blocks that were in the cache when they were first listed, `ahead` those listed and there now.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:

@@ -191,6 +191,9 @@ class TrainState:
     def _log_choices(self, workers: object, chosen: Collection[str]) -> None:
         if workers == "auto":
             log.info("--workers auto: %s", self._loading())
+        text, is_warning = self.order.describe()
+        if text:
+            log.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
         log.info("%s", self.schedule.describe())
         if unread := self.schedule.without_effect(chosen):
             log.warning("%s", unread)
