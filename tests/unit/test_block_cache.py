@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_tar_index import write_shard
 
 from patience import patient
 from range_server import RangeServer, serving
+from shards import write_shard
 from tandem.data import block_fetcher, ranges, tar_blocks
 from tandem.data.block_cache import LOCKS, PART, BlockCache
 from tandem.data.block_metrics import BlockMetrics

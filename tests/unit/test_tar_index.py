@@ -1,6 +1,5 @@
 """The index of tar shards: every sample in one block, whatever wrote the archive; a wrong one is one line."""
 
-import io
 import json
 import random
 import tarfile
@@ -10,20 +9,13 @@ from pathlib import Path
 import pytest
 
 from range_server import serving
+from shards import write_shard
 from tandem import cli
 from tandem.data import tar_index
 from tandem.data.tar_index import StoredBlock, index_shards, read_index, samples_of
 from tandem.errors import ConfigError
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
-
-
-def write_shard(path: Path, files: list[tuple[str, bytes]], format: int = tarfile.GNU_FORMAT) -> None:
-    with tarfile.open(path, "w", format=format) as archive:
-        for name, data in files:
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
 
 
 def files_of(samples: int, prefix: str = "", seed: int = 0) -> list[tuple[str, bytes]]:

@@ -191,7 +191,7 @@ class BlockCache:
                 needed.append(entry)
             else:
                 total -= self._remove(self.folder / entry.name)
-        # A rank that waits for this block cannot go on, and the others wait for it.
+        # A rank waits for this block, and all others wait for the rank.
         for entry in needed if urgent else ():
             if total + size <= self.limit:
                 break
