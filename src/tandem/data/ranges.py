@@ -194,10 +194,14 @@ class RangeReader:
         with self._lock:
             if self._s3 is None:
                 try:
-                    import fsspec
+                    import fsspec.config
 
+                    # The user's own options stay, such as those in FSSPEC_S3.
+                    own = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
                     limits = {"read_timeout": BLOCK_STALL_SECONDS, "connect_timeout": BLOCK_STALL_SECONDS}
-                    self._s3 = fsspec.filesystem("s3", config_kwargs=limits, skip_instance_cache=True)
+                    self._s3 = fsspec.filesystem(
+                        "s3", config_kwargs={**own, **limits}, skip_instance_cache=True
+                    )
                     # The attempts of this class count, and it knows the deadline.
                     self._s3.retries = 1
                 except ImportError as error:
