@@ -212,6 +212,8 @@ DATA_ERRORS = Counter("data_errors",
     "Samples that could not be read.", "optimization", labels("reason"), by_node=True)
 REPLICA_MISMATCHES = Counter("replica_mismatches",
     "Replicas whose parameters differed from rank 0's.", "optimization")
+REPLAY_MISMATCHES = Counter("replay_mismatches",
+    "Ranks whose gradients or state differed when another rank repeated their work.", "optimization")
 
 BLOCK_REQUESTS = Counter("block_requests",
     "Requests for blocks of data on object stores, by outcome.", "data", labels(outcome=REQUEST_OUTCOMES),
