@@ -104,13 +104,16 @@ class ParquetRows(Dataset[dict[str, Any]]):
         # A reader that was forked must not share file positions with its parent.
         if self._process != os.getpid():
             self._forget()
-        rows: list[dict[str, Any]] = [{} for _ in chosen]
-        for number in numpy.unique(numbers).tolist():
-            getters = self._decoded.get(number, partial(self._decode, self.groups[number]))
-            begin = int(self._ends[number]) - self.groups[number].rows
-            for place in numpy.flatnonzero(numbers == number).tolist():
-                row = int(chosen[place]) - begin
-                rows[place] = {name: get(row) for name, get in getters.items()}
+        starts = self._ends[numbers] - [self.groups[number].rows for number in numbers.tolist()]
+        own = (chosen - starts).tolist()
+        rows: list[dict[str, Any]] = [{}] * len(chosen)
+        last = -1
+        # Group by group, so that none is decoded twice for one call.
+        for place in numbers.argsort(kind="stable").tolist():
+            if numbers[place] != last:
+                last = int(numbers[place])
+                getters = self._decoded.get(last, partial(self._decode, self.groups[last]))
+            rows[place] = {name: get(own[place]) for name, get in getters.items()}
         return rows
 
     def will_need(self, blocks: Sequence[int]) -> None:
