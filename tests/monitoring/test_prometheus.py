@@ -32,6 +32,7 @@ NO_SAMPLE_HERE = {
     "tandem_block_wait_seconds": "where blocks are read from an object store",
     "tandem_blocks_ahead": "where blocks are read from an object store",
     "tandem_block_cache_bytes": "where blocks are read from an object store",
+    "tandem_outgoing_requests": "with --notify, or where Kubeflow Trainer asks for progress",
     "tandem_collect_errors": "from the first metric sample that could not be used",
 }
 NO_DATA_HERE = {

@@ -86,7 +86,11 @@ class Rank:
     def batches(self) -> list[Any]:
         draws = torch.Generator().manual_seed(1000 * self.step + self.group.rank)
         return [
-            {"x": torch.randn(5, 6, generator=draws), "y": torch.randint(5, (5,), generator=draws), "name": "a"}
+            {
+                "x": torch.randn(5, 6, generator=draws),
+                "y": torch.randint(5, (5,), generator=draws),
+                "name": "a",
+            }
             for _ in range(self.count)
         ]
 

@@ -216,6 +216,7 @@ class TrainState:
                 beginning.weights.load(self.strategy, self.model)
             return
         ours = groups_of(self._optimizer, self.model.named_parameters())
+        saved = self.strategy.with_shards(saved)  # from a snapshot; a checkpoint has whole tensors
         load_state(saved, self.strategy, self.model, self._optimizer, self.schedule, ours)
         self.data.load(saved.get("data", {}))
         self.recorder.load(saved.get("log", {}))
@@ -231,6 +232,11 @@ class TrainState:
         sharded = {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
         state = self.strategy.gather_full(sharded)
         return {**state, **self._remaining_state()}
+
+    def local_state(self) -> dict[str, Any]:
+        """See `CheckpointSource`."""
+        sharded = {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        return {**self.strategy.local_state(sharded), **self._remaining_state()}
 
     def check_state(self) -> None:
         """Raise ConfigError, before the first step, for state that a checkpoint cannot contain."""
