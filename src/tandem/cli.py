@@ -181,7 +181,7 @@ VERBS: Mapping[str, Verb] = {
 
 GROUPS: Mapping[str, Sequence[str]] = {
     "Run": ("demo", "launch", "train", "cluster"),
-    "Write": ("init", "check"),
+    "Write": ("init", "check", "index"),
     "Inspect": ("runs", "page", "report", "checkpoints", "eval", "health", "doctor"),
     "Look inside": ("stacks", "profile", "memory"),
     "Use": ("export", "track"),

@@ -15,6 +15,7 @@
     ├── StoppedError          137    stopped by a signal before a checkpoint could be written
     ├── StuckError            137    a process of the last generation cannot be killed
     ├── PeerLostError         200    another rank or the master is gone (retried)
+    ├── DataUnavailableError  200    a server of the training data does not answer (retried)
     └── SmallerBatchError     200    out of memory; all ranks restart with a smaller micro-batch (retried)
 
 The message of each is one line: what is wrong, what was expected, what to do.
@@ -174,6 +175,12 @@ class StuckError(TandemError):
 
 class PeerLostError(TandemError):
     """Another rank, or the master, cannot be reached."""
+
+    exit_code: ClassVar[int] = PEER_LOST
+
+
+class DataUnavailableError(TandemError):
+    """Training data could not be read before a deadline, and a later start may read it."""
 
     exit_code: ClassVar[int] = PEER_LOST
 

@@ -271,3 +271,21 @@ CHECK_SECONDS = 600.0
 
 TOOL_ANSWER_SECONDS = 20.0
 """For `tandem doctor`: another program's --version or --help."""
+
+# Blocks of data from object stores (data/ranges.py, data/block_cache.py, data/block_fetcher.py)
+
+BLOCK_DEADLINE_SECONDS = 60.0
+"""Attempts to read a block last this long, unless `tar_blocks` says otherwise: less than an idle hang."""
+BLOCK_STALL_SECONDS = 10.0
+"""A server that sends nothing for so long is asked again on a new connection."""
+BLOCK_BACKOFF_SECONDS = 0.1
+"""The pause after the first failed request for a block; it doubles, up to LONGEST_BLOCK_BACKOFF_SECONDS."""
+LONGEST_BLOCK_BACKOFF_SECONDS = 5.0
+BLOCK_ROOM_SECONDS = 0.1
+"""Between two checks whether a full cache has room for a block that is read ahead."""
+BLOCK_POLL_SECONDS = 0.02
+"""The longest pause between two looks of a reader for its block, at most a tenth of a request."""
+BLOCK_AGAIN_SECONDS = 1.0
+"""A reader asks for its block again after this: the cache may have evicted it before the reader looked."""
+BLOCK_PARENT_SECONDS = 1.0
+"""Between two checks of the fetching process whether its rank is there."""

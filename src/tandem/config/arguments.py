@@ -119,6 +119,10 @@ EXAMPLES: Mapping[str, Mapping[str, str]] = {
         "tandem completion bash > ~/.local/share/bash-completion/completions/tandem": "for bash",
         "tandem completion zsh > ~/.tandem.zsh": "then `source ~/.tandem.zsh` in ~/.zshrc",
     },
+    "index": {
+        "tandem index shards/*.tar --output shards/index.jsonl": "shards on this machine",
+        "tandem index s3://bucket/train-{000..199}.tar": "200 shards; the shell expands the numbers",
+    },
     "health": {
         "tandem health runs/digits": "check a run: exits with 1 if there is no progress",
         "TANDEM_STATE_DIR=/tmp/state tandem launch": "start a node that reports its health",

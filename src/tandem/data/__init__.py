@@ -6,12 +6,14 @@ if TYPE_CHECKING:
     from tandem.data.arrow_rows import arrow as arrow
     from tandem.data.mixture import mix as mix
     from tandem.data.parquet_files import parquet as parquet
+    from tandem.data.tar_shards import tar_blocks as tar_blocks
     from tandem.data.token_files import tokens as tokens
 
 _PUBLIC = {
     "arrow": "tandem.data.arrow_rows",
     "mix": "tandem.data.mixture",
     "parquet": "tandem.data.parquet_files",
+    "tar_blocks": "tandem.data.tar_shards",
     "tokens": "tandem.data.token_files",
 }
 

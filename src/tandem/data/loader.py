@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from tandem.data.datasets import TensorImages, TensorRows
 from tandem.data.fetch import Batch, Collate, Fetch, SampleFetcher, whole_fetch
 from tandem.data.sampler import BatchKey, TrainBatches
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, TandemError
 from tandem.process import close_device_files, end_with_parent
 from tandem.signals import ignore_stop_signals
 from tandem.torch_private import end_loader_processes
@@ -271,8 +271,21 @@ def _loaded(
     try:
         for batch in batches:
             yield moved(batch, device)
+    except TandemError as error:
+        raise _as_raised(error) from error
     finally:
         _read.remove(batches)
+
+
+def _as_raised(error: TandemError) -> TandemError:
+    """Return an error with the message with which a loader process raised it.
+
+    torch puts that process's traceback before it.
+    """
+    text = str(error)
+    if "\nOriginal Traceback" not in text:
+        return error
+    return type(error)(text.rstrip().rpartition("\n")[2].partition(": ")[2])
 
 
 _read: list[Any] = []

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from tandem import __version__
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.config import Settings
+from tandem.data.block_metrics import BlockMetrics
 from tandem.data.sampler import GlobalOrder
+from tandem.data.tar_shards import limit_waits
 from tandem.distributed.devices import (
     allow_tf32,
     bind_to_node,
@@ -162,6 +164,8 @@ class RankSession:
         self.settings = given.replace(precision=precision_of(given.compute.precision, world))
         batch_size = given.data.batch_size
         self.recorder = Recorder(position.rank, batch_size, self.send, self.clock, position.node_rank)
+        self.recorder.own_samples = BlockMetrics(position.rank)
+        limit_waits(given.reliability.hang_seconds)
 
     def resume(
         self,
