@@ -4,7 +4,7 @@ import signal
 import sys
 from pathlib import Path
 
-from agent import Place, Workers, start_fork_server
+from agent import Workers, start_as, start_fork_server
 
 if __name__ == "__main__":
     start_fork_server([], Path(sys.argv[1]))
@@ -15,6 +15,6 @@ if __name__ == "__main__":
     os.chdir("here")
     Path("random.py").write_text("open('was-run', 'w')")
     workers = Workers("posixpath:join", "", [])
-    workers.start({0: Place()})
+    workers.start({0: start_as()})
     workers.wait(80)
     print(workers.kill())

@@ -2,7 +2,7 @@ import sys
 import time
 from pathlib import Path
 
-from agent import Place, Workers, start_fork_server
+from agent import Workers, start_as, start_fork_server
 
 from tandem.work.base import gpu_index
 
@@ -17,7 +17,7 @@ if __name__ == "__main__":
     for number, ranks in ((1, (0, 1)), (2, (3, 2)), (3, (0, 1))):
         ready = warm()
         pids = workers.start(
-            {gpu: Place(rank=rank, local_rank=gpu, nodes=number) for gpu, rank in enumerate(ranks)}
+            {gpu: start_as(rank=rank, local_rank=gpu, nodes=number) for gpu, rank in enumerate(ranks)}
         )
         while not set(pids.values()) <= warm().keys():
             time.sleep(0.01)

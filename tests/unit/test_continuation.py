@@ -10,7 +10,8 @@ from torch import nn
 
 from tandem.config.slices import ComputeConfig, ExchangeConfig, OptimizationConfig
 from tandem.distributed.consensus import Consensus
-from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.group import ProcessGroup
+from tandem.distributed.position import Position
 from tandem.distributed.strategy.single import SingleStrategy as Single
 from tandem.tasks.base import WholeTask
 from tandem.telemetry.clock import Clock

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from tandem.distributed.batchnorm import synchronized
 from tandem.distributed.group_store import announce, check_same_kind, forget_dump_signal, limited, open_store
 from tandem.distributed.peers import is_gpu_failure, is_of_cuda
-from tandem.distributed.position import Position as Position
+from tandem.distributed.position import Connection, Position
 from tandem.errors import ConfigError, GpuLostError, PeerLostError, TandemError, text_of
 from tandem.telemetry.stragglers import Gathering
 from tandem.torch_private import is_batchnorm
@@ -65,28 +65,31 @@ class ProcessGroup:
     def open(
         cls,
         position: Position,
+        connection: Connection,
         device: torch.device,
         timeout_seconds: float,
         devices: tuple[torch.device, ...] = (),
         connect_seconds: float | None = None,
+        had_gpu: bool = False,
     ) -> "ProcessGroup":
         """Join the group; every rank of the job calls this. Raises PeerLostError.
 
         `timeout_seconds` limits every collective, and must allow for compilation in the first step; the
         watchdog detects hangs. Once all ranks have met, `connect_seconds` limits how long they may take to
-        connect (default: the same); then the process ends (see `group_store.py`).
+        connect (default: the same); then the process ends (see `group_store.py`). `had_gpu`: see `Grant`.
         """
         timeout = timedelta(seconds=timeout_seconds)
         connecting: AbstractContextManager[None] = nullcontext()
         try:
-            store = open_store(position, timeout)
+            store = open_store(position, connection, timeout)
             if position.world_size > 1:
                 # The others cannot open their group before rank 0 arrives in `check_same_kind`.
                 if position.rank == 0:
                     forget_dump_signal(store)
                 announce(store, position)
                 check_same_kind(store, position, device.type)
-                connecting = limited(store, position, device.type, connect_seconds or timeout_seconds)
+                limit = connect_seconds or timeout_seconds
+                connecting = limited(store, position, connection, device.type, limit)
             with connecting:
                 dist.init_process_group(
                     store=store,
@@ -104,7 +107,7 @@ class ProcessGroup:
             # stays as it is.
             if is_gpu_failure(error):
                 raise
-            raise _why_not_open(error, position) from error
+            raise _why_not_open(error, position, connection.master, had_gpu) from error
         return cls(position, device, devices)
 
     @property
@@ -279,10 +282,12 @@ class ProcessGroup:
             raise PeerLostError("preparing the data failed on another node; see its log")
 
 
-def _why_not_open(error: Exception, position: Position) -> TandemError:
+def _why_not_open(
+    error: Exception, position: Position, master: tuple[str, int] | None, had_gpu: bool
+) -> TandemError:
     """Return the error for this rank if `error` was raised while the group opened."""
     if TAKEN.search(str(error)):
-        port = position.master[1] if position.master else os.environ.get("MASTER_PORT")
+        port = master[1] if master else os.environ.get("MASTER_PORT")
         return ConfigError(
             f"port {port}, the rendezvous port of the ranks, is in use by another program on this host, "
             "maybe by an earlier run; stop it, or give all ranks another MASTER_PORT"
@@ -293,7 +298,7 @@ def _why_not_open(error: Exception, position: Position) -> TandemError:
             "set --nproc to the number of GPUs, or use --device cpu"
         )
     if is_of_cuda(error):
-        kind = GpuLostError if position.had_gpu else ConfigError
+        kind = GpuLostError if had_gpu else ConfigError
         full = (
             "; another process may hold its memory, see nvidia-smi" if "out of memory" in str(error) else ""
         )

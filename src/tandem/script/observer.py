@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 from tandem import running_clock
-from tandem.distributed.position import Position
+from tandem.distributed.position import Grant, Position
 from tandem.log import renew_outputs
 from tandem.script.job import Job
 from tandem.telemetry import metrics
@@ -123,11 +123,15 @@ OURS = str(Path(__file__).parent.parent) + "/"
 
 
 class Watch:
-    """Count one rank's steps and send its heartbeats, from construction on."""
+    """Count one rank's steps and send its heartbeats, from construction on.
 
-    def __init__(self, job: Job, position: Position, send: Send) -> None:
+    `imports`: the file for what the script has imported (`imports_file`).
+    """
+
+    def __init__(self, job: Job, position: Position, send: Send, imports: Path) -> None:
         self._job = job
         self._position = position
+        self._imports = imports
         self._send = send
         self._limits = HangLimits(job.hang_timeout, job.patience)
         self._modules = set(sys.modules)
@@ -203,7 +207,7 @@ class Watch:
 
     def _save_imports(self) -> None:
         """Record what the script has imported, for the standby processes of the next generation."""
-        path = imports_file(self._position)
+        path = self._imports
         with suppress(OSError):
             path.with_suffix(".new").write_text(json.dumps(self.imported()))
             path.with_suffix(".new").replace(path)
@@ -283,9 +287,9 @@ class Watch:
         self._send(Samples(list(samples)))
 
 
-def imports_file(position: Position) -> Path:
+def imports_file(grant: Grant) -> Path:
     """Return the path where a node's ranks record what they have imported."""
-    return Path(position.sample_socket or ".").parent / "imports.json"
+    return grant.folder / "imports.json"
 
 
 def where(frame: FrameType | None) -> tuple[str, bool, bool]:

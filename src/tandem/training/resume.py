@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.checkpoint.decision import ResumeDecision, nothing_valid, warn_damaged
+from tandem.checkpoint.node_memory import NodeMemory
 from tandem.checkpoint.snapshot import (
     OF,
     PER_RANK,
@@ -31,7 +32,8 @@ from tandem.checkpoint.store import CheckpointStore
 from tandem.config.slices import CheckpointConfig
 from tandem.data.fingerprint import changed, data_facts, reordered
 from tandem.data.sampler import GlobalOrder
-from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.group import ProcessGroup
+from tandem.distributed.position import Grant, Position
 from tandem.distributed.strategy import Strategy
 from tandem.distributed.whole_state import broadcast_state
 from tandem.errors import ConfigError, CorruptCheckpointError, UnloadableError
@@ -85,7 +87,7 @@ def begin(
     world: ProcessGroup,
     store: CheckpointStore,
     config: CheckpointConfig,
-    decision: ResumeDecision,
+    grant: Grant,
     recorder: Recorder,
     download: bool,
     homes: Mapping[str, Tensor] = NONE,
@@ -100,8 +102,11 @@ def begin(
     """
     found = _Found(0)
     position = world.position
-    slots = _own_slots(position) if own else {}
-    here = _NodeSnapshots.by(position, slots)
+    decision = grant.resume
+    shared_memories = grant.shared_memories
+    own_memories = grant.own_memories(position.local_rank)
+    slots = _own_slots(position, own_memories) if own else {}
+    here = _NodeSnapshots.by(position.node_rank, shared_memories, slots)
     there = [_NodeSnapshots(**told) for told in world.gather_json(here._asdict())]
     if world.is_first and decision.kind == "complete":
         found = _Found(COMPLETE)
@@ -109,14 +114,14 @@ def begin(
         store.open_for_writing()
         # The run restarts from another state, so snapshots that other nodes still have do not count.
         starts_over = config.resume == "never" or decision.moved_to is not None
-        best = None if starts_over and position.restart == 0 else _best(there, has_own=bool(own))
+        best = None if starts_over and grant.restart == 0 else _best(there, has_own=bool(own))
         found = _newest(store, best, decision, recorder, homes)
     parts: list[dict[str, Any]] = found.state.pop(PER_RANK, []) if found.state else []
     named = sorted({name for part in parts for name in part})
     step, holder, info, count, named, generation = world.broadcast_json(
         [found.step, found.holder, found.shared_info(), len(parts), named, secrets.randbits(62)]
     )
-    for region in (*position.shared_memories[position.local_rank :][:1], *position.own_memories):
+    for region in (*shared_memories[position.local_rank :][:1], *own_memories):
         forget_after(region, max(step, 0))
     if step == 0 and config.init_from is not None:
         weights = _weights(world, config.init_from, config.init_strict, download)
@@ -130,13 +135,13 @@ def begin(
     source = "checkpoint"
     # After a snapshot, each rank's own values are in its memory; a checkpoint's are on rank 0.
     if holder is not None:
-        state, slot = _from_memory(world, there, holder, step, homes)
+        state, slot = _from_memory(world, shared_memories, there, holder, step, homes)
         source = "memory of this node" if slot is not None else f"memory of node {there[holder].node}"
         if world.is_first:
             where = "" if slot is not None else f" of node {there[holder].node}"
             log.info("resuming from step %s (in-memory snapshot%s)", f"{step:,}", where)
         own_slot = slots[step].number if own else None
-        own_state = read_slot(position.own_memories, step, slots[step].number).state[PER_RANK] if own else {}
+        own_state = read_slot(own_memories, step, slots[step].number).state[PER_RANK] if own else {}
     else:
         state = broadcast_state(world, state, homes) if world.size > 1 else state
         own_state = _own_state_of(world, parts, count, named, own, redistribute)
@@ -170,14 +175,13 @@ class _NodeSnapshots(NamedTuple):
     own: dict[str, int]
 
     @classmethod
-    def by(cls, position: Position, own: Mapping[int, Slot]) -> "_NodeSnapshots":
-        """Return what this rank has."""
-        regions = position.shared_memories
+    def by(cls, node: int, regions: Sequence[NodeMemory], own: Mapping[int, Slot]) -> "_NodeSnapshots":
+        """Return what this rank has, in its node's shared `regions` and in its `own` one."""
         found = {
             str(step): [*slot, skeleton_digest(regions[0], slot.number)]
             for step, slot in whole_slots(regions).items()
         }
-        return cls(position.node_rank, found, {str(step): slot.generation for step, slot in own.items()})
+        return cls(node, found, {str(step): slot.generation for step, slot in own.items()})
 
     def has(self, step: int) -> tuple[int, str] | None:
         """Return what identifies the snapshot of `step`, or None if it is not here."""
@@ -200,14 +204,18 @@ def _best(there: Sequence[_NodeSnapshots], has_own: bool) -> tuple[int, int] | N
 
 
 def _from_memory(
-    world: ProcessGroup, there: Sequence[_NodeSnapshots], holder: int, step: int, homes: Mapping[str, Tensor]
+    world: ProcessGroup,
+    regions: Sequence[NodeMemory],
+    there: Sequence[_NodeSnapshots],
+    holder: int,
+    step: int,
+    homes: Mapping[str, Tensor],
 ) -> tuple[dict[str, Any], int | None]:
     """Return the state of the snapshot that rank `holder` has, and the slot of this node that has it, if any.
 
     If all nodes have it, nothing is sent.
     """
     chosen = there[holder].has(step)
-    regions = world.position.shared_memories
     mine = there[world.rank]
     slot = int(mine.snapshots[str(step)][0]) if mine.has(step) == chosen else None
     if slot is not None and all(held.has(step) == chosen for held in there):
@@ -216,9 +224,8 @@ def _from_memory(
     return broadcast_state(world, state, homes, holder), slot
 
 
-def _own_slots(position: Position) -> dict[int, Slot]:
+def _own_slots(position: Position, regions: Sequence[NodeMemory]) -> dict[int, Slot]:
     """Return {step: slot} of the snapshots of this rank's own values, if the number of ranks is the same."""
-    regions = position.own_memories
     me = [position.rank, position.world_size]
     return {
         s: slot for s, slot in whole_slots(regions).items() if skeleton_in(regions[0], slot.number)[OF] == me

@@ -13,6 +13,7 @@ from tandem.checkpoint.state import flatten
 from tandem.checkpoint.writer import FAILURES_ALLOWED, CheckpointWriter, PendingScores
 from tandem.config.slices import CheckpointConfig
 from tandem.distributed.group import ProcessGroup
+from tandem.distributed.position import Grant
 from tandem.distributed.strategy import Strategy
 from tandem.distributed.whole_state import Rank0Values
 from tandem.errors import StoppedError
@@ -65,6 +66,7 @@ class Saver:
         facts: RunInfo,
         source: CheckpointSource,
         recorder: Recorder,
+        grant: Grant,
         kept_slot: int | None,
         own_slot: int | None = None,
         generation: int = 0,
@@ -85,13 +87,13 @@ class Saver:
             facts.directory.push,
         )
         position = facts.world.position
-        shared = position.shared_memories
+        shared = grant.shared_memories
         self._begun: int | None = None
         self._scores = PendingScores()
         nodes_here = max(1, position.ranks_on_host // position.local_world_size)
         local_rank = position.local_rank
         self._snapshots = Snapshots(shared, local_rank, kept_slot, generation, nodes_here) if shared else None
-        own = position.own_memories if source.has_per_rank_state else ()
+        own = grant.own_memories(local_rank) if source.has_per_rank_state else ()
         self._own = Snapshots(own, 0, own_slot, generation) if own else None
         # With one node, the rank that has these values writes them.
         self._from_rank_0 = Rank0Values(facts.world) if position.nodes > 1 else None
@@ -219,10 +221,10 @@ class Saver:
             self.join_quietly()
 
 
-def snapshot_every(text: str, world: ProcessGroup, strategy: Strategy) -> str:
+def snapshot_every(text: str, world: ProcessGroup, grant: Grant, strategy: Strategy) -> str:
     """Resolve `--snapshot-every auto`: every step for a copy within memory, every 5 s from a GPU."""
     # With sharded state, no node has the whole state, so runs resume from checkpoints only.
-    if strategy.shards_state or not world.position.memories:
+    if strategy.shards_state or not grant.memories:
         return "never"
     # A GPU's state crosses the bus for each snapshot, which would slow down every step.
     return text if text != "auto" else "1" if world.device.type == "cpu" else "5s"

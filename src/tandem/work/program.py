@@ -13,7 +13,6 @@ from dataclasses import replace
 from tandem import running_clock
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.config import SETTINGS, Settings
-from tandem.distributed.position import Position
 from tandem.errors import (
     FAILED,
     FINISHED,
@@ -116,7 +115,7 @@ class ProgramWork:
         if end.stop and code == PEER_LOST and STOPPED in end.now().values():
             return STOPPED, None  # it lost the rank that handled the signal first
         position = end.positions[local_rank]
-        words = last_words(error_file(position), self._run.rank_log(position.rank))
+        words = last_words(error_file(end.grant, position.rank), self._run.rank_log(position.rank))
         # A rank that could not save before it stopped exits with 137, but has not been killed.
         if was_killed(code) and not (words and is_of_tandem(words[-1])):
             # The last output of a killed rank does not explain the kill.
@@ -125,7 +124,7 @@ class ProgramWork:
         if end.nodes > 1 and not end.stop:
             # Without the store, this node's own cause is the best that is known.
             with contextlib.suppress(RuntimeError):
-                end.store.set(_ended_key(position), cause.to_json())
+                end.store.set(_ended_key(end, position.node_rank), cause.to_json())
                 # A rank that was killed here is the cause. A failed one may only be the consequence of a kill
                 # elsewhere.
                 cause = cause if was_killed(code) else _explained_elsewhere(end, cause)
@@ -171,8 +170,7 @@ def _explained_elsewhere(end: GenerationEnd, ours: Cause) -> Cause:
     """
     position = end.positions[0]
     found = ours
-    others = [replace(position, node_rank=node) for node in range(position.nodes)]
-    keys = [_ended_key(each) for each in others if each.node_rank != position.node_rank]
+    keys = [_ended_key(end, node) for node in range(position.nodes) if node != position.node_rank]
     deadline = running_clock.now() + OTHERS_SECONDS
     while running_clock.now() < deadline:
         for key in [key for key in keys if end.store.check([key])]:
@@ -189,8 +187,8 @@ def _explained_elsewhere(end: GenerationEnd, ours: Cause) -> Cause:
     return found
 
 
-def _ended_key(position: Position) -> str:
-    return f"{position.store[2] if position.store else ''}/ended/{position.node_rank}"
+def _ended_key(end: GenerationEnd, node: int) -> str:
+    return f"{end.prefix}/ended/{node}"
 
 
 def job_of(program: Program, run: RunDir, settings: Settings, chosen: Collection[str]) -> Job:
