@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tandem import __version__
+from tandem import __version__, layout
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.config import Settings
 from tandem.data.sampler import GlobalOrder
@@ -30,6 +30,8 @@ from tandem.run.directory import RunDir
 from tandem.telemetry.agent_state import count_log_messages
 from tandem.telemetry.channel import sender
 from tandem.telemetry.clock import Clock
+from tandem.telemetry.clock_locator import ClockLocator
+from tandem.telemetry.hangs import HangLimits
 from tandem.telemetry.heartbeat import Heartbeats
 from tandem.telemetry.messages import Send
 from tandem.telemetry.recorder import Recorder
@@ -109,7 +111,7 @@ class RankSession:
         for handler in logging.getLogger("tandem").handlers:
             handler.addFilter(clock.stamp)
         # Heartbeats begin before the rendezvous, so that the agent can see a rank that hangs in it.
-        Heartbeats(self.position.rank, clock, self.send, given.reliability, self.run.logs)
+        self._begin_heartbeats()
         with clock.phase("rendezvous"), log_if_slow("waiting for the other ranks"):
             self.open_group(trains=True)
             # Ranks with other settings, or of another version, could wait for each other in different
@@ -120,6 +122,15 @@ class RankSession:
                 self.grant.note_gpu()
         clock.measure(self.world.device)
         self._use(given)
+
+    def _begin_heartbeats(self) -> None:
+        clock = self.clock
+        limits = self.given.reliability
+        rank = self.position.rank
+        locator = ClockLocator(clock, self.run.logs / layout.flight(rank))
+        hang_limits = HangLimits(limits.hang_seconds, limits.phase_timeout)
+        heartbeats = Heartbeats(rank, locator, self.send, hang_limits)
+        clock.on_activity = heartbeats.send
 
     def open_group(self, trains: bool = False) -> None:
         """Open the process group on this rank's devices, which is all that an evaluation needs."""

@@ -45,7 +45,7 @@ class Clock:
         self.since = running_clock.now()
         self.entered = 0
         self.step = self.first_step = 0
-        self.on_activity: Callable[[], None] = lambda: None
+        self.on_activity: Callable[[], object] = lambda: None
         self.computes_alone = False
         """True if only the wait after backward has collectives: no forward, backward or optimizer does."""
         self._knows_wait = False
