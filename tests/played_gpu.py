@@ -293,10 +293,12 @@ def noted(folder: Path, rank: int = 0) -> Notes:
 
 
 def main() -> None:
-    import tandem.work.task as task
+    import played_gpu  # not __main__: this is sent to the fork server by name
+    import tandem.work.task as work
     from tandem.cli import main as tandem
 
-    task.RANK_FUNCTION = "played_gpu:run_rank"
+    work.rank_function = lambda: played_gpu.run_rank
+    work.warm_up = played_gpu.warm_up
     tandem()
 
 

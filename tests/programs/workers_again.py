@@ -1,5 +1,6 @@
 import multiprocessing.forkserver
 import os
+import posixpath
 import signal
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ if __name__ == "__main__":
     os.mkdir("here")
     os.chdir("here")
     Path("random.py").write_text("open('was-run', 'w')")
-    workers = Workers("posixpath:join", "", [])
+    workers = Workers(posixpath.join, "", [])
     workers.start({0: start_as()})
     workers.wait(80)
     print(workers.kill())

@@ -4,6 +4,8 @@ import sys
 import time
 from pathlib import Path
 
+import late
+
 from tandem.distributed.position import Position, RankStart
 from tandem.errors import TandemError
 from tandem.launch.fork_server import start_fork_server
@@ -16,7 +18,7 @@ def start_as(**position):
 
 if __name__ == "__main__":
     start_fork_server([sys.argv[2]], Path(sys.argv[1]))
-    workers = Workers("late:rank", None, [])
+    workers = Workers(late.rank, None, [])
     try:
         (pid,) = workers.start({0: start_as()}).values()
     except TandemError as error:

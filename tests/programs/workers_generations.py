@@ -2,6 +2,7 @@ import sys
 import time
 from pathlib import Path
 
+import bound
 from agent import Workers, start_as, start_fork_server
 
 from tandem.work.base import gpu_index
@@ -13,7 +14,7 @@ def warm():
 
 if __name__ == "__main__":
     start_fork_server([], Path(sys.argv[1]))
-    workers = Workers("bound:rank", None, [], "bound:warm_up", gpu_index)
+    workers = Workers(bound.rank, None, [], bound.warm_up, gpu_index)
     for number, ranks in ((1, (0, 1)), (2, (3, 2)), (3, (0, 1))):
         ready = warm()
         pids = workers.start(

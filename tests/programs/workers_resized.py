@@ -2,6 +2,7 @@ import sys
 import time
 from pathlib import Path
 
+import bound
 from agent import Workers, start_as, start_fork_server
 from generations import warm
 
@@ -9,7 +10,7 @@ from tandem.work.base import rank_identity
 
 if __name__ == "__main__":
     start_fork_server([], Path(sys.argv[1]))
-    workers = Workers("bound:rank", None, [], "bound:warm_up", rank_identity)
+    workers = Workers(bound.rank, None, [], bound.warm_up, rank_identity)
     for size in (1, 2, 2):
         ready = warm()
         pids = workers.start({0: start_as(world_size=size)})

@@ -4,6 +4,7 @@ Each is placed by hand at its own loopback address, as a cluster would place it.
 process, so torch is imported once and is in memory once.
 """
 
+import importlib
 import logging
 import multiprocessing
 import os
@@ -39,7 +40,6 @@ from tandem.launch.fork_server import (
 from tandem.launch.gpus import gpus_of, gpus_per_node
 from tandem.launch.run_dir import scratch
 from tandem.launch.torch_variables import set_for_ranks
-from tandem.launch.workers import resolve
 from tandem.log import log_if_slow, redirect_output
 from tandem.platforms.by_hand import unplaced
 from tandem.platforms.placement import Placement
@@ -51,9 +51,8 @@ from tandem.work.base import Workload, signal_name
 
 log = logging.getLogger("tandem.launch")
 
-# Names, not imports: one imports torch, the other is in a higher layer.
+# A name, not an import, because it imports torch.
 AGENT = "tandem.launch.agent"
-PROGRAM = "tandem.cli:main"
 ENDING_SECONDS = LEAVE_SECONDS + TRACKER_END_SECONDS  # from the end of its ranks until a node has exited
 
 
@@ -251,7 +250,8 @@ def _be_a_node(
         del os.environ[name]
     os.environ.update(variables)
     sys.argv = [sys.argv[0], "launch", *words]
-    resolve(PROGRAM)()
+    # As `python -m tandem` would: the command line is in a higher layer.
+    importlib.import_module("tandem.cli").main()
 
 
 def stop_with_parent() -> None:

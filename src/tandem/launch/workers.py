@@ -4,7 +4,6 @@ docs/architecture.md#who-decides-restarts describes standby processes.
 """
 
 import contextlib
-import importlib
 import io
 import logging
 import multiprocessing
@@ -46,7 +45,7 @@ from tandem.timeouts import (
     KILLED_SECONDS,
     LEFT_BEHIND_SECONDS,
 )
-from tandem.work.base import any_rank, gpu_index, rank_identity
+from tandem.work.base import RankFunction, WarmUp, any_rank, gpu_index, rank_identity
 
 log = logging.getLogger("tandem.agent")
 
@@ -109,19 +108,11 @@ STAYS = (
     "%s has not exited %g s after SIGKILL: it is stuck in the kernel (GPU driver or file system), and "
     "holds its GPU and memory until it exits; check nvidia-smi and dmesg, and reboot if it does not"
 )
-RankFunction = Callable[[Any, Any], int]
-
-
-def resolve(name: str) -> Callable[..., Any]:
-    """Return the function that "package.module:function" names."""
-    module, _, attribute = name.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
-    return function
 
 
 def _worker_main(
-    function: str,
-    warm_up: str | None,
+    function: RankFunction,
+    warm_up: WarmUp | None,
     job: Any,
     memories: tuple[NodeMemory, ...],
     lifeline: Connection,
@@ -142,7 +133,7 @@ def _worker_main(
     name_process("tandem-warming")
     if warm_up is not None:
         with contextlib.suppress(Exception, SystemExit), contextlib.redirect_stdout(io.StringIO()):
-            resolve(warm_up)(job, expected)  # what fails here fails again in the rank, and is reported there
+            warm_up(job, expected)  # what fails here fails again in the rank, and is reported there
     name_process("tandem-standby")
     try:
         # This wait is the standby: it ends with a position, or with the pipe.
@@ -153,7 +144,7 @@ def _worker_main(
     name_process(f"tandem-rank-{start.position.rank}")
     watch_agent_pipe(lifeline.fileno())
     try:
-        code = resolve(function)(job, start)
+        code = function(job, start)
     except RuntimeError as error:  # raised by torch's SIGCHLD handler, in the code that ends the rank
         killed = killed_child(error)
         if killed is None:
@@ -206,20 +197,21 @@ def _position_in(start: RankStart | None) -> Position | None:
 
 
 class Workers:
-    """This node's ranks of one generation after another, running `function` ("module:name"). Not thread-safe.
+    """This node's ranks of one generation after another, running `function`. Not thread-safe.
 
     Each rank is a new process. While a generation trains, `stand_by` forks the processes of the next one in
-    advance; they call `warm_up(job, expected start)` ("module:name") before they wait. `bound_to` maps a
+    advance; they call `warm_up(job, expected start)` before they wait. Both functions are sent to the fork
+    server by name, so they are those of a module. `bound_to` maps a
     position to a standby key: a standby process only becomes a rank whose position has the same key, because
     it has already read its rank or opened its GPU.
     """
 
     def __init__(
         self,
-        function: str,
+        function: RankFunction,
         job: Any,
         memories: Sequence[NodeMemory],
-        warm_up: str | None = None,
+        warm_up: WarmUp | None = None,
         bound_to: Callable[[Position | None], object] = any_rank,
     ) -> None:
         self._arguments = function, warm_up, job, tuple(memories)

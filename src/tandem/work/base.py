@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tandem.checkpoint.decision import ResumeDecision
-from tandem.distributed.position import Grant, Position
+from tandem.distributed.position import Grant, Position, RankStart
 from tandem.errors import FINISHED, PEER_LOST, STOPPED, RunFailedError, is_own, shell_code, was_killed
 from tandem.log import printable
 from tandem.platforms.placement import Placement
@@ -195,16 +195,24 @@ class GenerationEnd:
     store: Any
 
 
+RankFunction = Callable[[Any, RankStart], int]
+"""(job, what the rank gets when it starts) -> exit code."""
+WarmUp = Callable[[Any, RankStart | None], None]
+"""(job, what the rank will most likely get, if known) -> None."""
+
+
 class Workload(Protocol):
     """What a node's ranks run.
 
-    `rank_entry` and `warm_up` are "module:name"; both receive `job`. The fork server imports `preload` before
-    it forks the first rank. `words` names the workload on the command line of a simulated node.
+    `rank_entry` is what a rank runs and `warm_up` what its standby process runs before; both receive `job`.
+    The agent imports neither the ranks' code nor what it needs: both functions do that in the rank's process.
+    The fork server imports `preload` before it forks the first rank. `words` names the workload on the
+    command line of a simulated node.
     `standby_key` maps a rank's position to the key of its standby processes (see `Workers`).
     """
 
-    rank_entry: str
-    warm_up: str
+    rank_entry: RankFunction
+    warm_up: WarmUp
     job: Any
     preload: Sequence[str]
     words: Sequence[str]

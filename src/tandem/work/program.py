@@ -9,10 +9,12 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 from tandem import running_clock
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.config import SETTINGS, Settings
+from tandem.distributed.position import RankStart
 from tandem.errors import (
     FAILED,
     FINISHED,
@@ -36,6 +38,8 @@ from tandem.work.base import (
     TRAINED,
     Cause,
     GenerationEnd,
+    RankFunction,
+    WarmUp,
     choose_cause,
     failures,
     is_of_tandem,
@@ -44,6 +48,20 @@ from tandem.work.base import (
 )
 
 log = logging.getLogger("tandem.launch")
+
+
+def run_rank(job: Job, start: RankStart) -> NoReturn:
+    """Become the rank of a program that `start` describes, in a process of its own."""
+    from tandem.script import rank
+
+    rank.run_rank(job, start)
+
+
+def warm_up(job: Job, expected: RankStart | None) -> None:
+    """Prepare a process that may become a rank."""
+    from tandem.script import rank
+
+    rank.warm_up(job, expected)
 
 
 class ProgramWork:
@@ -57,8 +75,6 @@ class ProgramWork:
     has_own_store = True
     logs_errors = False
     charges_all = True
-    rank_entry = "tandem.script.rank:run_rank"
-    warm_up = "tandem.script.rank:warm_up"
     standby_key: Callable[..., object] = staticmethod(rank_identity)
 
     def __init__(
@@ -74,6 +90,8 @@ class ProgramWork:
         self._name = settings.run.task
         self._run = run
         self._launch = settings.launch
+        self.rank_entry: RankFunction = run_rank
+        self.warm_up: WarmUp = warm_up
         self.job = job_of(program, run, settings, chosen)
         self.words: Sequence[str] = program.words()
         # For a new interpreter the fork server imports only what starts it, because exec drops the modules.
