@@ -22,15 +22,15 @@ from tandem.distributed.batchnorm import synchronized
 from tandem.distributed.group_store import announce, check_same_kind, forget_dump_signal, limited, open_store
 from tandem.distributed.peers import is_gpu_failure, is_of_cuda
 from tandem.distributed.position import Connection, Position
-from tandem.errors import ConfigError, GpuLostError, PeerLostError, TandemError, text_of
+from tandem.errors import ConfigError, GpuLostError, PeerLostError, TandemError
 from tandem.telemetry.stragglers import Gathering
+from tandem.text import first_line, in_one_line
 from tandem.torch_private import is_batchnorm
 
 T = TypeVar("T")
 # Data passes through the device in pieces of this size: a whole state may not fit there next to the model.
 BROADCAST_CHUNK_BYTES = 64 * 2**20
 TAKEN = re.compile("EADDRINUSE|[Aa]ddress already in use")
-MOST_CHARACTERS = 2000
 SAME_GPU = re.compile("Duplicate GPU detected|Multiple Ranks are using the same GPU")
 """NCCL up to 2.29, and from 2.30."""
 
@@ -324,17 +324,6 @@ def _bind(device: torch.device, devices: Sequence[torch.device]) -> dict[str, An
 def has_buffers_beside_batchnorm(module: nn.Module) -> bool:
     """Return True if a layer other than BatchNorm has a buffer, even one that is still None."""
     return any(child._buffers for child in module.modules() if not is_batchnorm(child))
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, for a one-line message."""
-    return (text_of(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def in_one_line(error: BaseException) -> str:
-    """Return all of an error's text in one line: NCCL's reason is at the end, after c10d's own text."""
-    lines = [line.strip() for line in text_of(error).splitlines() if line.strip()]
-    return "; ".join(lines)[:MOST_CHARACTERS] or type(error).__name__
 
 
 # Observe the collectives that user code calls, before they run.

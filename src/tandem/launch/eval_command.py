@@ -18,7 +18,6 @@ from tandem.checkpoint.store import CheckpointStore
 from tandem.config import SETTINGS, Given, Settings, as_flags, resolve
 from tandem.config.slices import LaunchConfig
 from tandem.config.task_names import is_script, whose_code_runs
-from tandem.data.datasets import one_line
 from tandem.distributed.position import RankStart
 from tandem.errors import FAILED, FINISHED, ConfigError, PeerLostError, TandemError, job_code, shell_code
 from tandem.launch.lone_rank import connection_of, position_of
@@ -29,6 +28,7 @@ from tandem.log import printable, setup
 from tandem.platforms.placement import detect, outside_steps
 from tandem.tasks.traces import short_trace, what_and_where
 from tandem.telemetry.journal import to_json
+from tandem.text import one_line
 from tandem.timeouts import SUPERVISE_SECONDS
 
 log = logging.getLogger("tandem.run")

@@ -24,7 +24,6 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from tandem import running_clock
-from tandem.distributed.group import first_line
 from tandem.distributed.position import Grant, Position, RankStart
 from tandem.errors import (
     FAILED,
@@ -57,6 +56,7 @@ from tandem.launch.shutdown import Stopping, await_other_nodes, cause_in, is_tim
 from tandem.launch.watchdog import Watchdog, gather_stacks
 from tandem.signals import forwarded_as
 from tandem.telemetry.hangs import Alarm
+from tandem.text import first_line
 from tandem.timeouts import (
     BLAME_SECONDS,
     ENDING_SECONDS,

@@ -23,7 +23,6 @@ from tandem.config import Parser, resolve
 from tandem.data.loader import end_loaders
 from tandem.distributed import position as positions
 from tandem.distributed.child_processes import killed_child
-from tandem.distributed.group import first_line
 from tandem.distributed.peers import is_gpu_failure, is_peer_loss
 from tandem.errors import FAILED, FINISHED, GPU_FAILED, PEER_LOST, ConfigError, TandemError
 from tandem.json_output import drain, wrap_stderr
@@ -34,6 +33,7 @@ from tandem.platforms.placement import Placement, detect, of_this_process
 from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
 from tandem.tasks.traces import full_trace, script_trace
+from tandem.text import first_line
 from tandem.timeouts import BLAME_SECONDS
 
 log = logging.getLogger("tandem.run")

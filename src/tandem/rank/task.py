@@ -16,7 +16,6 @@ from tandem.data.seeds import seed_model
 from tandem.distributed import strategy as strategies
 from tandem.distributed.child_processes import killed_child
 from tandem.distributed.devices import cores_of, not_deterministic, open_gpus
-from tandem.distributed.group import in_one_line
 from tandem.distributed.peers import is_gpu_failure, is_peer_loss
 from tandem.distributed.position import RankStart
 from tandem.errors import (
@@ -39,6 +38,7 @@ from tandem.tasks.build import datasets_of, model_of
 from tandem.tasks.traces import full_trace, short_trace, what_and_where
 from tandem.telemetry.messages import Event
 from tandem.telemetry.recorder import Recorder
+from tandem.text import in_one_line
 from tandem.training.evaluate import Evaluation, evaluation_batch_size
 from tandem.training.flops import profiled
 from tandem.training.loop import TaskLoopState, repeat_evaluation, train

@@ -23,7 +23,7 @@ from tandem import layout
 from tandem.distributed import position as positions
 from tandem.distributed.child_processes import killed_child
 from tandem.distributed.position import Position, RankStart
-from tandem.errors import FINISHED, GPU_FAILED, PEER_LOST, TandemError, text_of
+from tandem.errors import FINISHED, GPU_FAILED, PEER_LOST, TandemError
 from tandem.log import keep_bounded, redirect_output, setup
 from tandem.process import end_with_parent, safe_path
 from tandem.script.execute import (
@@ -39,6 +39,7 @@ from tandem.script.observer import Watch, imports_file
 from tandem.signals import default_signals
 from tandem.telemetry.channel import sender
 from tandem.telemetry.stacks import keep_stacks
+from tandem.text import with_type
 
 log = logging.getLogger("tandem.run")
 
@@ -227,7 +228,7 @@ def _write_down(error: BaseException, path: Path) -> None:
     text = "".join(traceback.format_exception(error))
     # The end of a long traceback has the error.
     more = {"py_callstack": text[-20_000:], "timestamp": str(int(time.time()))}
-    words = {"message": f"{type(error).__name__}: {text_of(error)}", "extraInfo": more}
+    words = {"message": with_type(error), "extraInfo": more}
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"message": words}))

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from tandem import layout
 from tandem.checkpoint.decision import locate, warn_damaged
 from tandem.checkpoint.state import deserialize, serialize
-from tandem.data.datasets import one_line, torchvision_for
+from tandem.data.datasets import torchvision_for
 from tandem.distributed.strategy import Strategy
 from tandem.errors import CheckpointError, ConfigError
 from tandem.paths import exists, is_file
-from tandem.text import did_you_mean, nearest
+from tandem.text import did_you_mean, nearest, one_line
 
 log = logging.getLogger("tandem.run")
 
