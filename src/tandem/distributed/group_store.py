@@ -283,10 +283,7 @@ def states(position: Position, connection: Connection) -> list[tuple[str, str]]:
 
 def timeout_message(position: Position, kind: str, seconds: float, others: list[tuple[str, str]]) -> str:
     """Return the message: who waits, for whom, and where to look."""
-    library = LIBRARIES[kind]
-    variable = f"{library.upper()}_SOCKET_IFNAME"
-    interface = os.environ.get(variable)
-    message = f"{library} has not connected the {position.world_size} ranks within {seconds:g} s"
+    message = f"{LIBRARIES[kind]} has not connected the {position.world_size} ranks within {seconds:g} s"
     here = f"{_name(position)} waits"
     # Ranks that have not begun come first, because the others may be waiting for them.
     for state in (COMES, CONNECTS):
@@ -295,13 +292,16 @@ def timeout_message(position: Position, kind: str, seconds: float, others: list[
             more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
             here += f"; {state}: {', '.join(names[:MOST_NAMES])}{more}"
     if any(state == COMES for _, state in others):
-        remedy = "see the log of that rank, or raise --master-timeout"
-    else:
-        is_set = f"is {interface}" if interface else "is not set"
-        remedy = f"{variable} {is_set}; set it to the network interface that reaches the other nodes"
-        if kind == "cuda":
-            remedy += "; set NCCL_DEBUG=INFO to see what NCCL tries"
-    return f"{message}: {here}; {remedy}"
+        return f"{message}: {here}; see the log of that rank, or raise --master-timeout"
+    return f"{message}: {here}; {_network_remedy(kind)}"
+
+
+def _network_remedy(kind: str) -> str:
+    variable = f"{LIBRARIES[kind].upper()}_SOCKET_IFNAME"
+    interface = os.environ.get(variable)
+    is_set = f"is {interface}" if interface else "is not set"
+    remedy = f"{variable} {is_set}; set it to the network interface that reaches the other nodes"
+    return f"{remedy}; set NCCL_DEBUG=INFO to see what NCCL tries" if kind == "cuda" else remedy
 
 
 def _name(position: Position) -> str:

@@ -80,6 +80,10 @@ def job_end_in(store: TCPStore) -> JobEndedError | None:
         text = store.get(JOB_RESULT_KEY).decode(errors="replace")
     except RuntimeError as error:
         raise StoreLostError from error
+    return _job_end(text)
+
+
+def _job_end(text: str) -> JobEndedError:
     code, _, why = text.partition(" ")
     # POSIX exit codes have 8 bits. The length is checked first, because int() raises ValueError for
     # thousands of digits.

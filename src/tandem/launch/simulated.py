@@ -240,18 +240,23 @@ def _be_a_node(
     if launcher is not None and not launcher.is_alive():  # they ended before `stop_with_parent` took effect
         os._exit(PEER_LOST)
     default_handlers(default_hangup)  # `tandem launch` installs its own handlers, which can report the signal
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        redirect_output(output)
+    _use_own_streams(output)
     for name in set(os.environ) - set(unplaced(os.environ)):  # a batch script may have set MASTER_ADDR
         del os.environ[name]
     os.environ.update(variables)
     sys.argv = [sys.argv[0], "launch", *words]
     # As `python -m tandem` would: the command line is in a higher layer.
     importlib.import_module("tandem.cli").main()
+
+
+def _use_own_streams(output: Path | None) -> None:
+    """Read no input, and write to `output` unless it is None."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        redirect_output(output)
 
 
 def stop_with_parent() -> None:

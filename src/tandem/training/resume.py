@@ -100,22 +100,14 @@ def begin(
     names of what each rank keeps for itself. `redistribute` computes these for another number of ranks.
     Raises ConfigError on all ranks if the checkpoint has other names, or comes from another number of ranks.
     """
-    found = _Found(0)
     position = world.position
-    decision = grant.resume
     shared_memories = grant.shared_memories
     own_memories = grant.own_memories(position.local_rank)
     slots = _own_slots(position, own_memories) if own else {}
     here = _NodeSnapshots.by(position.node_rank, shared_memories, slots)
     there = [_NodeSnapshots(**told) for told in world.gather_json(here._asdict())]
-    if world.is_first and decision.kind == "complete":
-        found = _Found(COMPLETE)
-    elif world.is_first:
-        store.open_for_writing()
-        # The run restarts from another state, so snapshots that other nodes still have do not count.
-        starts_over = config.resume == "never" or decision.moved_to is not None
-        best = None if starts_over and grant.restart == 0 else _best(there, has_own=bool(own))
-        found = _newest(store, best, decision, recorder, homes)
+    best = _best(there, has_own=bool(own))
+    found = _find(store, config, grant, best, recorder, homes) if world.is_first else _Found(0)
     parts: list[dict[str, Any]] = found.state.pop(PER_RANK, []) if found.state else []
     named = sorted({name for part in parts for name in part})
     step, holder, info, count, named, generation = world.broadcast_json(
@@ -302,6 +294,25 @@ class _Found(NamedTuple):
 def _numbers(scores: Mapping[str, Any]) -> dict[str, float]:
     """Convert scores back to floats: JSON stores NaN and infinities as text."""
     return {name: float(value) for name, value in scores.items()}
+
+
+def _find(
+    store: CheckpointStore,
+    config: CheckpointConfig,
+    grant: Grant,
+    snapshot: tuple[int, int] | None,
+    recorder: Recorder,
+    homes: Mapping[str, Tensor],
+) -> _Found:
+    """Return what to resume from on rank 0; `snapshot` as for `_newest`."""
+    decision = grant.resume
+    if decision.kind == "complete":
+        return _Found(COMPLETE)
+    store.open_for_writing()
+    # The run restarts from another state, so snapshots that other nodes still have do not count.
+    starts_over = config.resume == "never" or decision.moved_to is not None
+    best = None if starts_over and grant.restart == 0 else snapshot
+    return _newest(store, best, decision, recorder, homes)
 
 
 def _newest(

@@ -242,6 +242,11 @@ def open_displays(
     _log_derived_numbers(facts, model)
 
 
+def _batch_of(facts: RunInfo) -> str:
+    parts = "" if facts.micro_batch is None else f" in micro-batches of {facts.micro_batch}"
+    return f"{facts.batch_size:,}{parts}"
+
+
 def _log_derived_numbers(facts: RunInfo, model: nn.Module) -> None:
     world = facts.world
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -254,8 +259,7 @@ def _log_derived_numbers(facts: RunInfo, model: nn.Module) -> None:
         counted(world.position.nodes, "node"),
         world.device.type,
         ":".join(map(str, facts.shares)) or f"{facts.batch_size / world.size:g}",
-        f"{facts.batch_size:,}"
-        + (f" in micro-batches of {facts.micro_batch}" if facts.micro_batch is not None else ""),
+        _batch_of(facts),
         facts.precision,
         counted(facts.threads, "thread"),
     )

@@ -211,7 +211,10 @@ class TrainState:
             self._reader.check_shares()
             if beginning.weights is not None:
                 beginning.weights.load(self.strategy, self.model)
-            return
+        else:
+            self._load(saved, beginning.scores)
+
+    def _load(self, saved: Mapping[str, Any], scores: Mapping[str, float]) -> None:
         ours = groups_of(self._optimizer, self.model.named_parameters())
         load_state(saved, self.strategy, self.model, self._optimizer, self.schedule, ours)
         self.data.load(saved.get("data", {}))
@@ -220,7 +223,7 @@ class TrainState:
         self.strategy.load_exchange(saved.get("exchange", {}))
         if "scaler" in saved:
             self.stepper.scaler.load_state_dict(saved["scaler"])
-        self.memory.load(saved, beginning.scores)
+        self.memory.load(saved, scores)
         self.task.after_resume(self.model)
 
     def full_state(self) -> dict[str, Any]:
