@@ -6,7 +6,7 @@ from pathlib import Path, PurePath
 from tandem.errors import text_of
 
 MOST_CHARACTERS = 2000
-"""The longest text of an error that stands in a message."""
+"""How many characters of an error a message has at most."""
 
 
 def format_duration(seconds: float) -> str:

@@ -1,8 +1,9 @@
 """The state after every step, in node memory that outlives the ranks: a killed rank costs one step.
 
-Every node keeps them, so that the loss of a node costs no more. State that is equal on all ranks is divided
-among the ranks of a node; what only rank 0 has right (running statistics) has been sent to all. Each rank
-writes its part into its own region, alternating between two slots:
+Every node keeps them, so that the loss of a node costs no more. docs/architecture.md#snapshots-on-every-node
+says which one counts. State that is equal on all ranks is divided among the ranks of a node; what only rank 0
+has right (running statistics) has been sent to all. Each rank writes its part into its own region,
+alternating between two slots:
 
     bytes 0..47    for slot 0, then slot 1: fingerprint of the layout, step (0: being written), number of the
                    generation that wrote it; 8 bytes each

@@ -1,6 +1,6 @@
 """What a rank knows when it starts: its position, how it connects to the others, what its agent gives it.
 
-Does not import torch, so a rank can use it before all imports.
+Does not import torch, so a rank can use it before all imports. See docs/architecture.md#workloads.
 """
 
 from collections.abc import Callable, Sequence

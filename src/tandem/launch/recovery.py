@@ -2,7 +2,7 @@
 
 A killed rank's peers only notice that it is gone. Its own agent sees the signal and writes it to the agents'
 store before it joins the next rendezvous. Node 0 reads it when all ranks train again. A node that wrote
-nothing was lost.
+nothing was lost. See docs/architecture.md#who-decides-restarts.
 """
 
 import contextlib

@@ -10,7 +10,7 @@ The TLS keys come from an anonymous key exchange. Each side then proves that it 
 same TLS connection ("tls-unique", RFC 5929), with a nonce from each side. A man in the middle, a replay, or a
 peer without the secret therefore gets no further, and there is no fallback. The server sends a greeting
 before TLS, so that a node can tell it from a store; the greeting proves nothing. See
-docs/architecture.md#how-ranks-connect.
+docs/architecture.md#with-a-secret.
 """
 
 import contextlib

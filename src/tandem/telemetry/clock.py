@@ -100,6 +100,7 @@ class Clock:
     def enter_backward(self, loss: Tensor) -> None:
         """Begin backward from `loss`: its own work, then the wait for the gradients of other ranks."""
         self.enter("backward")
+        # See docs/architecture.md#measuring-a-ranks-own-time.
         after_gradients(loss, self._gradients_done)
 
     def end_step(self) -> list[StepTimes]:

@@ -2,7 +2,8 @@
 
 A heartbeat has the position (step, activity, phase), since when, and whether the rank waits for others there.
 A `Locator` knows the position: `clock_locator.py` from the clock of tandem's own loops, `script/observer.py`
-from the stack of a script. Neither uses a collective or waits for a device.
+from the stack of a script. Neither uses a collective or waits for a device. See
+docs/architecture.md#hangs.
 """
 
 import logging
