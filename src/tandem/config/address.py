@@ -1,5 +1,6 @@
 """Where a run is stored: a local directory, or a remote location given by its address."""
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePath, PurePosixPath
@@ -34,6 +35,14 @@ class RemotePath(PurePosixPath):
         return self.parts[1]
 
 
+def from_home(text: str) -> str:
+    """Replace ~ or ~/ at the beginning by the home directory, as a shell does in a word of its own.
+
+    A shell does not do it in `--data-dir=~/data`, in a .env file or in TOML.
+    """
+    return os.path.expanduser(text) if text == "~" or text.startswith("~/") else text
+
+
 def address(text: str | PurePath) -> PurePath:
     """Return a Path, or a RemotePath for s3://bucket/prefix (or s3:/bucket/prefix, as pathlib prints it).
 
@@ -41,7 +50,7 @@ def address(text: str | PurePath) -> PurePath:
     """
     found = _ADDRESS.fullmatch(str(text))
     if found is None:
-        return Path(text)
+        return Path(from_home(str(text)))
     scheme, slashes, host, rest = found.groups()
     # Checked before the scheme is known: a password must not appear in the error about a bad scheme either.
     if re.match(r"[^@]*:[^@]*@", host):

@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
-from tandem.config.address import address
+from tandem.config.address import address, from_home
 from tandem.schedule import CADENCE_VALID, Cadence
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ WarmupText = Annotated[
     str, Valid("steps, epochs or percent such as 0, 200, 1epoch or 5%", lambda s: _is_cadence(s, "seconds"))
 ]
 Place = Annotated[PurePath, _Place()]
+LocalPath = Annotated[Path, Reads(lambda value: from_home(value) if isinstance(value, str) else value)]
 MeetingPoint = Annotated[
     str,
     Reads(lambda value: value.removeprefix("tcp://") if isinstance(value, str) else value),

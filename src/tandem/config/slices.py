@@ -18,6 +18,7 @@ from tandem.config.fields import (
     Count,
     DpShare,
     Listening,
+    LocalPath,
     LrScalingText,
     MeetingPoint,
     Natural,
@@ -62,7 +63,9 @@ class RunConfig:
 class DataConfig:
     """Data and batches"""
 
-    data_dir: Path = setting(Path("data"), "directory where datasets are found and cached", per_node=True)
+    data_dir: LocalPath = setting(
+        Path("data"), "directory where datasets are found and cached", per_node=True
+    )
     download: bool = setting(False, "let the task download its dataset")
     batch_size: Count = setting(240, "global batch: samples per optimizer step over all ranks", fixed=True)
     micro_batch_size: Count | None = setting(
@@ -282,7 +285,7 @@ class MetricsConfig:
     metrics_tls: Certificate | None = setting(
         None, "TLS certificate of the metrics page, and its key if that is in a separate file", per_node=True
     )
-    metrics_token_file: Path | None = setting(
+    metrics_token_file: LocalPath | None = setting(
         None, "file with the bearer token that clients must send", per_node=True
     )
     metrics_linger: NonNegative = setting(15.0, "seconds to wait for a last scrape after the end")
