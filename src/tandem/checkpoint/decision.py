@@ -239,12 +239,7 @@ def _check_fingerprint(settings: Settings, info: Mapping[str, Any], path: PurePa
     new = _plain(settings.fingerprint_fields())
     known = old.keys() & new.keys()
     was, now = (_flat({key: values[key] for key in known}) for values in (old, new))
-    differing = [
-        f"{key} was {_shown_value(key, was)} and is {_shown_value(key, now)} now"
-        for key in sorted(was.keys() | now.keys())
-        if was.get(key) != now.get(key)
-    ]
-    if differing:
+    if differing := _differing(was, now):
         raise ConfigError(
             f"cannot resume {path}: {', '.join(differing)}; restore the old value, or use "
             "another --run-dir or --resume never"
@@ -253,6 +248,14 @@ def _check_fingerprint(settings: Settings, info: Mapping[str, Any], path: PurePa
     return [
         _not_compared(key, {**new, **old}, key in old)
         for key in sorted((old.keys() - ours.keys()) | (new.keys() - old.keys()))
+    ]
+
+
+def _differing(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{key} was {_shown_value(key, was)} and is {_shown_value(key, now)} now"
+        for key in sorted(was.keys() | now.keys())
+        if was.get(key) != now.get(key)
     ]
 
 

@@ -72,14 +72,19 @@ class Pinned:
             self._held = wanted
             return
         self._is_refused = True
-        log.warning(
-            "CUDA cannot pin %.2f GiB of host memory (error %d): copies from the GPU will delay steps; raise "
-            "the limit on locked memory (ulimit -l unlimited), or add memory",
-            *(memory.nbytes / 2**30, result),
-        )
+        self._warn(memory.nbytes, result)
         # CUDA keeps the error and would raise it at the next kernel launch, wherever that is.
         with suppress(RuntimeError):
             torch.ones(1, device="cuda")
+
+    @staticmethod
+    def _warn(size: int, result: int) -> None:
+        log.warning(
+            "CUDA cannot pin %.2f GiB of host memory (error %d): copies from the GPU will delay steps; raise "
+            "the limit on locked memory (ulimit -l unlimited), or add memory",
+            size / 2**30,
+            result,
+        )
 
     def release(self) -> None:
         """Unpin the memory. Call this before the memory is freed."""

@@ -192,17 +192,20 @@ def _explained_elsewhere(end: GenerationEnd, ours: Cause) -> Cause:
     deadline = running_clock.now() + OTHERS_SECONDS
     while running_clock.now() < deadline:
         for key in [key for key in keys if end.store.check([key])]:
-            try:
-                # Any client of the store can write there.
-                theirs = Cause.from_json(end.store.get(key))
-            except ValueError:
-                continue
-            if was_killed(theirs.code):
+            theirs = _cause_at(key, end)
+            if theirs is not None and was_killed(theirs.code):
                 return theirs
-            if theirs.code != PEER_LOST and found.code == PEER_LOST:
+            if theirs is not None and theirs.code != PEER_LOST and found.code == PEER_LOST:
                 found = theirs
         time.sleep(MONITOR_SECONDS)
     return found
+
+
+def _cause_at(key: str, end: GenerationEnd) -> Cause | None:
+    try:
+        return Cause.from_json(end.store.get(key))
+    except ValueError:  # any client of the store can write there
+        return None
 
 
 def _ended_key(end: GenerationEnd, node: int) -> str:
