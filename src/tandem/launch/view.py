@@ -173,12 +173,6 @@ class NodeView:
         if self._journal is None:
             self._state = state
             return
-        self._record_end(code, reason)
-        self._enter(state)
-        with reporting("write metrics.prom"):
-            self.metrics.write_last_page(self._run.folder / layout.METRICS_PAGE)
-
-    def _record_end(self, code: int, reason: str) -> None:
         summary = self._run.folder / layout.SUMMARY
         ending = {FINISHED: "finished", STOPPED: "stopped"}.get(code, "failed")
         self._ending = {"state": ending, "exit_code": code, "reason": reason}
@@ -190,6 +184,9 @@ class NodeView:
             else:
                 with reporting("write summary.json"):
                     self._run.write_summary(self._summary(ending, code, reason))
+        self._enter(state)
+        with reporting("write metrics.prom"):
+            self.metrics.write_last_page(self._run.folder / layout.METRICS_PAGE)
 
     def linger(self, stop: StopFlag) -> None:
         """Wait until Prometheus has seen the final state, if it has ever scraped this run.
