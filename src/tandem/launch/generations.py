@@ -210,6 +210,9 @@ class NodeAgent(SimpleElasticAgent):
     def _others_continue(self) -> bool:
         return self._departures.others_continue(self._prefix, self._positions[0].nodes)
 
+    def _can_leave(self) -> bool:
+        return self._departures.can_leave(self._prefix, self._positions[0].nodes)
+
     def _may_save(self) -> bool:
         waits_since = self._waiting_since if self._joining else None
         return self._work.saves and is_time_to_save(self._node, self._watchdog.has_ever_trained, waits_since)
@@ -408,10 +411,9 @@ class NodeAgent(SimpleElasticAgent):
         self._joining = False  # the outcome is fixed, so `_before_poll` must not raise another one
         with contextlib.suppress(RuntimeError, RendezvousError, OSError):
             # An elastic job continues without this node, so it leaves no result.
-            if code == STOPPED and self._positions:
-                if self._departures.can_leave(self._prefix, self._positions[0].nodes):
-                    self._departures.go(self._handler)
-                    return True
+            if code == STOPPED and self._positions and self._can_leave():
+                self._departures.go(self._handler)
+                return True
             # A retried code is this node's own: its platform restarts it, and the others rejoin. It ends the
             # job only if a restart cannot help.
             is_over = not self._work.is_retried(code) or self._budget.is_spent
@@ -469,14 +471,15 @@ class NodeAgent(SimpleElasticAgent):
         progress = self._work.progress(self._node.view.plan is not None, self._node.resume)
         proposal = (self._budget.generations, progress) if group.group_rank == 0 else None
         prefix, restart, self._progress = agree_on_generation(group.store, proposal)
-        self._prefix = prefix
         self._budget.generations += 1
+        # These may raise, so the last generation's values are replaced afterwards.
+        connection = self._node.connection(prefix, self._own_master(group.store))
+        grant = self._node.grant(restart, self._recovery.with_smaller_batch(self._node.resume))
+        self._prefix = prefix
+        self._grant = grant
         self._positions = positions = {
             worker.local_rank: self._node.position(worker, group) for worker in group.workers
         }
-        connection = self._node.connection(prefix, self._own_master(group.store))
-        resume = self._recovery.with_smaller_batch(self._node.resume)
-        self._grant = grant = self._node.grant(restart, resume)
         self._node.view.generation_started(self._budget.generations, positions[0])
         starts = {at: RankStart(position, connection, grant) for at, position in positions.items()}
         pids = self._workers.start(starts)
