@@ -17,8 +17,8 @@ from tandem.tasks.base import WholeTask
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.journal import Journal
 from tandem.telemetry.recorder import Recorder
+from tandem.training.loading import load_state
 from tandem.training.optim import Schedule, build_optimizer, groups_of
-from tandem.training.resume import load_state
 from tandem.training.step import Readings
 
 READINGS = Readings(None, None, 0, 0.0, None)

@@ -11,7 +11,6 @@ from tandem.platforms.placement import Placement
 from tandem.timeouts import FIRST_CALL_SECONDS, LAST_CALL_SECONDS
 
 PLACEMENT = Placement("by-hand", 3, 1, 1, "127.0.0.1", 29500, elastic=(2, 3))
-GENERATION = "generation/0.a"
 
 
 def test_a_job_settles_once() -> None:
@@ -24,23 +23,26 @@ def test_a_job_settles_once() -> None:
 
 def test_nodes_leave_as_long_as_enough_stay() -> None:
     departures = Departures(PLACEMENT, TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-    assert not departures.others_continue(GENERATION, 3), "nobody leaves"
-    departures.leaves(GENERATION)
-    assert departures.others_continue(GENERATION, 3) and departures.can_leave(GENERATION, 3)
-    departures.leaves(GENERATION)
-    assert not departures.others_continue(GENERATION, 3), "one of three is below MIN"
+    departures.begin_generation("generation/0.a", 3)
+    assert not departures.others_continue(), "nobody leaves"
+    departures.leaves()
+    assert departures.others_continue() and departures.can_leave()
+    departures.leaves()
+    assert not departures.others_continue(), "one of three is below MIN"
 
 
 def test_node_0_has_the_store_and_cannot_leave() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     departures = Departures(replace(PLACEMENT, node_rank=0), store)
-    departures.leaves(GENERATION)
-    assert departures.others_continue(GENERATION, 3) and not departures.can_leave(GENERATION, 3)
+    departures.begin_generation("generation/0.a", 3)
+    departures.leaves()
+    assert departures.others_continue() and not departures.can_leave()
 
 
 def test_a_node_of_a_fixed_job_asks_nobody_when_it_stops() -> None:
     """Node 0 may be frozen: a stop waited for its store before the ranks were told."""
     store: Any = None  # whoever asks it raises
     departures = Departures(replace(PLACEMENT, elastic=None), store)
-    departures.leaves(GENERATION)
-    assert not departures.others_continue(GENERATION, 3)
+    departures.begin_generation("generation/0.a", 3)
+    departures.leaves()
+    assert not departures.others_continue()

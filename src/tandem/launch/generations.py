@@ -36,7 +36,7 @@ from tandem.errors import (
     is_own,
     was_killed,
 )
-from tandem.launch.generation_sync import GenerationStore, agree_on_generation, agreed, check_all_are_in
+from tandem.launch import generation_sync as sync
 from tandem.launch.membership import Departures, Membership
 from tandem.launch.node_context import NodeContext, RestartBudget
 from tandem.launch.recovery import Recovery, Repeats
@@ -114,8 +114,9 @@ class NodeAgent(SimpleElasticAgent):
             # A task's checkpoints prove that all nodes are done; a script's nodes have to agree. See
             # docs/architecture.md#user-scripts.
             if code == FINISHED and not self._work.saves and self._node.placement.nodes > 1:
-                nodes = self._positions[0].nodes
-                await_other_nodes(self._node, self._root, self._handler, self._prefix, nodes)
+                await_other_nodes(
+                    self._node, self._root, self._handler, self._prefix, self._positions[0].nodes
+                )
         except JobEndedError as result:
             # Another node's ranks succeeded before they knew of the failure here. 0 would tell the platform
             # that the job is done.
@@ -159,7 +160,7 @@ class NodeAgent(SimpleElasticAgent):
             self._watchdog.end_generation(self._root)
             # Another node of an elastic job leaves. All ranks have saved and stopped with 143; this node
             # continues with the next one, and its own stop (if a signal arrives now) finds everything saved.
-            if code == STOPPED and not self._stop and self._others_continue():
+            if code == STOPPED and not self._stop and self._departures.others_continue():
                 log.info(
                     "a node was asked to stop and leaves; the others continue from the step where all stopped"
                 )
@@ -206,12 +207,6 @@ class NodeAgent(SimpleElasticAgent):
     def _same_hang_again(self) -> Alarm | None:
         """Return the hang that ended this generation and the previous one, and would recur; else None."""
         return self._hang if self._hang is not None and self._hang.again else None
-
-    def _others_continue(self) -> bool:
-        return self._departures.others_continue(self._prefix, self._positions[0].nodes)
-
-    def _can_leave(self) -> bool:
-        return self._departures.can_leave(self._prefix, self._positions[0].nodes)
 
     def _may_save(self) -> bool:
         waits_since = self._waiting_since if self._joining else None
@@ -305,7 +300,7 @@ class NodeAgent(SimpleElasticAgent):
             if self._stop and self._stopping is None:
                 self._stopping = Stopping(self._node, self._progress)
                 self._workers.signal(forwarded_as(self._stop.signal_number or 15))
-                self._departures.leaves(self._prefix)
+                self._departures.leaves()
             if self._stop.interrupts > 1:
                 return INTERRUPTED_TWICE
             if self._stopping and (code := self._stopping.code(self._watchdog.has_trained)) is not None:
@@ -411,7 +406,7 @@ class NodeAgent(SimpleElasticAgent):
         self._joining = False  # the outcome is fixed, so `_before_poll` must not raise another one
         with contextlib.suppress(RuntimeError, RendezvousError, OSError):
             # An elastic job continues without this node, so it leaves no result.
-            if code == STOPPED and self._positions and self._can_leave():
+            if code == STOPPED and self._positions and self._departures.can_leave():
                 self._departures.go(self._handler)
                 return True
             # A retried code is this node's own: its platform restarts it, and the others rejoin. It ends the
@@ -448,12 +443,12 @@ class NodeAgent(SimpleElasticAgent):
     def _assign_worker_ranks(self, store: Any, group_rank: int, nodes: int, spec: WorkerSpec) -> Any:
         return super()._assign_worker_ranks(self._interruptible(store, nodes), group_rank, nodes, spec)
 
-    def _interruptible(self, store: Any, nodes: int) -> GenerationStore:
+    def _interruptible(self, store: Any, nodes: int) -> sync.GenerationStore:
         def look() -> None:
             self._before_poll()
             check_all_stay(self._handler, nodes)
 
-        return GenerationStore(store, look, paces(nodes).poll_seconds / 10)
+        return sync.GenerationStore(store, look, paces(nodes).poll_seconds / 10)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Compute the position of every local rank, and start them there."""
@@ -464,24 +459,26 @@ class NodeAgent(SimpleElasticAgent):
         # dropped with its reference.
         if self._work.has_own_store and group.group_rank == 0:
             self._meeting, address = self._node.endpoint.host_for_ranks()
-            group.store.set("tandem/master", address)
-        check_all_are_in(placement, group.group_world_size)
+            sync.publish_ranks_store(group.store, address)
+        sync.check_all_are_in(placement, group.group_world_size)
         # The first node of the round reads its own state and decides for all, so that every node handles a
         # stop in the same way.
         progress = self._work.progress(self._node.view.plan is not None, self._node.resume)
         proposal = (self._budget.generations, progress) if group.group_rank == 0 else None
-        prefix, restart, self._progress = agree_on_generation(group.store, proposal)
+        prefix, restart, self._progress = sync.agree_on_generation(group.store, proposal)
         self._budget.generations += 1
         # These may raise, so the last generation's values are replaced afterwards.
-        connection = self._node.connection(prefix, self._own_master(group.store))
-        grant = self._node.grant(restart, self._recovery.with_smaller_batch(self._node.resume))
+        own = self._work.has_own_store
+        master = self._node.endpoint.of_ranks(*sync.ranks_store(group.store)) if own else None
+        connection = self._node.connection(prefix, master)
+        self._grant = self._node.grant(restart, self._recovery.with_smaller_batch(self._node.resume))
         self._prefix = prefix
-        self._grant = grant
         self._positions = positions = {
             worker.local_rank: self._node.position(worker, group) for worker in group.workers
         }
+        self._departures.begin_generation(prefix, positions[0].nodes)
         self._node.view.generation_started(self._budget.generations, positions[0])
-        starts = {at: RankStart(position, connection, grant) for at, position in positions.items()}
+        starts = {at: RankStart(each, connection, self._grant) for at, each in positions.items()}
         pids = self._workers.start(starts)
         # An elastic job may have nodes with any rank below MAX.
         everyone = range(max(placement.nodes, (placement.elastic or (0, 0))[1]))
@@ -491,13 +488,6 @@ class NodeAgent(SimpleElasticAgent):
         for local_rank, pid in pids.items():
             log.info("%s is process %d", positions[local_rank], pid)
         return dict(pids)
-
-    def _own_master(self, store: Any) -> tuple[str, int] | None:
-        """Return the address of the store that the ranks have to themselves; None if they have none."""
-        if not self._work.has_own_store:
-            return None
-        host, _, port = agreed(store, "tandem/master", r"[\w.:\[\]-]{1,255}:\d{1,5}").rpartition(":")
-        return self._node.endpoint.of_ranks(host, int(port))
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._workers.kill()

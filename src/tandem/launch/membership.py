@@ -56,9 +56,16 @@ class Departures:
     def __init__(self, placement: Placement, store: TCPStore) -> None:
         self._placement = placement
         self._store = store
+        self._key = ""
+        self._nodes = 0
 
-    def leaves(self, prefix: str) -> None:
-        """Announce that this node was asked to stop in the generation with this prefix in the store.
+    def begin_generation(self, prefix: str, nodes: int) -> None:
+        """Track a generation of `nodes` from now on, whose keys in the store begin with `prefix`."""
+        self._key = f"{prefix}/leaving"
+        self._nodes = nodes
+
+    def leaves(self) -> None:
+        """Announce that this node was asked to stop in this generation.
 
         Without --elastic nothing is written. Node 0 may be frozen, and its store would delay a node that only
         has to exit.
@@ -66,23 +73,23 @@ class Departures:
         if self._placement.elastic is None:
             return
         with contextlib.suppress(RuntimeError):
-            self._store.add(f"{prefix}/leaving", 1)
+            self._store.add(self._key, 1)
 
-    def others_continue(self, prefix: str, nodes: int) -> bool:
-        """Return whether some of the `nodes` of that generation leave and at least MIN remain.
+    def others_continue(self) -> bool:
+        """Return whether nodes leave this generation and at least MIN remain.
 
         If node 0 is among them, its job result ends the job before the next rendezvous completes.
         """
         if self._placement.elastic is None:
             return False
         with contextlib.suppress(RuntimeError, ValueError):
-            leaving = self._store.add(f"{prefix}/leaving", 0)
-            return leaving > 0 and nodes - leaving >= self._placement.elastic[0]
+            leaving = self._store.add(self._key, 0)
+            return leaving > 0 and self._nodes - leaving >= self._placement.elastic[0]
         return False
 
-    def can_leave(self, prefix: str, nodes: int) -> bool:
+    def can_leave(self) -> bool:
         """Return whether this node can leave the job to the others."""
-        return self._placement.node_rank != 0 and self.others_continue(prefix, nodes)
+        return self._placement.node_rank != 0 and self.others_continue()
 
     @staticmethod
     def go(handler: DynamicRendezvousHandler) -> None:

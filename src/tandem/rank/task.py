@@ -41,10 +41,11 @@ from tandem.telemetry.recorder import Recorder
 from tandem.text import in_one_line
 from tandem.training.evaluate import Evaluation, evaluation_batch_size
 from tandem.training.flops import profiled
+from tandem.training.loading import check_model
 from tandem.training.loop import TaskLoopState, repeat_evaluation, train
 from tandem.training.precision import precision_of
 from tandem.training.replicas import check_replicas
-from tandem.training.resume import COMPLETE, check_model
+from tandem.training.resume import COMPLETE
 from tandem.training.saving import warn_of_unsaved_scores
 from tandem.training.train_state import TrainState, recall
 from tandem.training.weights import saved_at, tensors_in

@@ -23,10 +23,11 @@ from tandem.telemetry.clock import Clock
 from tandem.telemetry.recorder import Recorder
 from tandem.torch_private import compile_deterministically
 from tandem.training.buffers import has_saved_buffers, materialize
+from tandem.training.loading import load_state
 from tandem.training.nonfinite import Policy
 from tandem.training.optim import Schedule, build_optimizer, groups_of
 from tandem.training.precision import lay_out
-from tandem.training.resume import ResumePoint, load_state
+from tandem.training.resume import ResumePoint
 from tandem.training.step import Stepper
 
 log = logging.getLogger("tandem.run")
