@@ -468,14 +468,10 @@ class NodeAgent(SimpleElasticAgent):
         prefix, restart, self._progress = sync.agree_on_generation(group.store, proposal)
         self._budget.generations += 1
         # These may raise, so the last generation's values are replaced afterwards.
-        own = self._work.has_own_store
-        master = self._node.endpoint.of_ranks(*sync.ranks_store(group.store)) if own else None
-        connection = self._node.connection(prefix, master)
+        connection = self._node.connection(prefix, group.store)
         self._grant = self._node.grant(restart, self._recovery.with_smaller_batch(self._node.resume))
         self._prefix = prefix
-        self._positions = positions = {
-            worker.local_rank: self._node.position(worker, group) for worker in group.workers
-        }
+        self._positions = positions = self._node.positions(group)
         self._departures.begin_generation(prefix, positions[0].nodes)
         self._node.view.generation_started(self._budget.generations, positions[0])
         starts = {at: RankStart(each, connection, self._grant) for at, each in positions.items()}

@@ -6,6 +6,7 @@ from typing import Any
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.config.slices import LaunchConfig
 from tandem.distributed.position import Connection, Grant, Position
+from tandem.launch.generation_sync import ranks_store
 from tandem.launch.store_endpoint import StoreEndpoint
 from tandem.launch.view import NodeView
 from tandem.launch.workers import Workers
@@ -54,8 +55,11 @@ class NodeContext:
     endpoint: StoreEndpoint
     work: Workload
 
-    def position(self, worker: Any, group: Any) -> Position:
-        """Return the position of one local rank: a `worker` of torch's `group`."""
+    def positions(self, group: Any) -> dict[int, Position]:
+        """Return the positions of this node's ranks in torch's `group`, by local rank."""
+        return {worker.local_rank: self._position(worker, group) for worker in group.workers}
+
+    def _position(self, worker: Any, group: Any) -> Position:
         placement = self.placement
         return Position(
             rank=worker.global_rank,
@@ -69,11 +73,13 @@ class NodeContext:
             node_name=placement.local_name or "localhost",
         )
 
-    def connection(self, prefix: str, master: tuple[str, int] | None = None) -> Connection:
+    def connection(self, prefix: str, store: Any) -> Connection:
         """Return how the ranks of a generation connect: below `prefix` in the agents' store.
 
-        `master`: the address of the store that they have to themselves, if any.
+        The address of a store that they have to themselves is in the `store` of the generation. Raises
+        StoreLostError.
         """
+        master = self.endpoint.of_ranks(*ranks_store(store)) if self.work.has_own_store else None
         return Connection(
             store=(*self.endpoint.address, prefix),
             init="store",
