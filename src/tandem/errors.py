@@ -9,6 +9,7 @@
     ├── CrashLoopError          1    start after start has saved nothing new (never retried)
     ├── NonFiniteError          1    loss or gradients are not finite (never retried)
     ├── ReplicaMismatchError    1    the ranks' weights differ (never retried)
+    ├── ReplayMismatchError     1    a rank computes other bits than another does (never retried)
     ├── GpuLostError          134    a rank's GPU worked in an earlier generation, and does not now (retried)
     ├── RunFailedError          n    a run that this process started has ended with that code
     ├── StoppedError          137    stopped by a signal before a checkpoint could be written
@@ -139,6 +140,10 @@ class NonFiniteError(TandemError):
 
 class ReplicaMismatchError(TandemError):
     """A rank's weights differ from the other ranks'."""
+
+
+class ReplayMismatchError(TandemError):
+    """A rank computes other bits from a micro-batch than another rank does."""
 
 
 class GpuLostError(TandemError):

@@ -39,7 +39,7 @@ KINDS = [
 
 
 def tensors(batch: Any) -> list[torch.Tensor]:
-    return list(loader._tensors_of(batch))
+    return list(loader.tensors_of(batch))
 
 
 @pytest.mark.parametrize("batch", KINDS, ids=lambda batch: type(batch).__name__)

@@ -36,7 +36,7 @@ class RemotePath(PurePosixPath):
 
 
 def from_home(text: str) -> str:
-    """Replace ~ or ~/ at the beginning by the home directory, as a shell does in a word of its own.
+    """Replace ~ or ~/ at the beginning by the home directory, as a shell does at the start of a word.
 
     A shell does not do it in `--data-dir=~/data`, in a .env file or in TOML.
     """

@@ -202,6 +202,10 @@ class ReliabilityConfig:
         "seconds without progress until a hang; auto: seconds for a stopped rank, minutes for an idle one",
     )
     replica_check_every: CadenceText = setting("1epoch", "how often to compare the ranks' weights")
+    replay_check: Auto | CadenceText = setting(
+        "never",
+        "how often another rank repeats a micro-batch before its step counts; auto: at most 1% of time",
+    )
 
     @property
     def hang_seconds(self) -> float | None:

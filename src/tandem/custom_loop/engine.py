@@ -206,6 +206,7 @@ class Engine:
             evaluate=dict,
             ends=lambda step, scores: False,
             check_replicas=partial(check_replicas, world, self._strategy, together, recorder),
+            check_next_step=lambda: None,  # `check_settings` refuses --replay-check
             saver=session.saver,
             step=first,
         )

@@ -194,6 +194,20 @@ class ProcessGroup:
             parts.append(bytes(received))
         return parts if self.is_first else []
 
+    def rotate_bytes(self, payload: bytes, shift: int) -> bytes:
+        """Send bytes to the rank `shift` before this one, and return those of the rank `shift` after it."""
+        lengths = self.gather(len(payload))
+        source = (self.rank + shift) % self.size
+        sent = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self.device)
+        received = torch.empty(lengths[source], dtype=torch.uint8, device=self.device)
+        operations = [
+            dist.P2POp(dist.isend, sent, (self.rank - shift) % self.size),
+            dist.P2POp(dist.irecv, received, source),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return received.cpu().numpy().tobytes()
+
     def broadcast_bytes(self, payload: bytes | None, source: int = 0) -> bytes:
         """Broadcast a rank's bytes to every rank, in chunks of 64 MiB; other ranks pass None."""
         size = torch.tensor([len(payload) if payload is not None else 0], device=self.device)

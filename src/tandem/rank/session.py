@@ -38,6 +38,7 @@ from tandem.telemetry.recorder import Recorder
 from tandem.telemetry.stacks import keep_stacks
 from tandem.training.loop import EventSchedule
 from tandem.training.precision import precision_of
+from tandem.training.replay import replay_every
 from tandem.training.resume import NONE, Redistribute, ResumePoint, begin, check_data
 from tandem.training.saving import CheckpointSource, Saver, snapshot_every
 from tandem.training.summary import RunInfo, open_displays, write_summary
@@ -251,6 +252,7 @@ class RankSession:
             eval=eval_every,
             save=settings.checkpoint.checkpoint_every,
             check=settings.reliability.replica_check_every,
+            replay=replay_every(settings.reliability.replay_check),
             snapshot=snapshot_every(settings.checkpoint.snapshot_every, self.world, self.grant, strategy),
         )
         config = settings.checkpoint

@@ -44,6 +44,7 @@ from tandem.training.flops import profiled
 from tandem.training.loading import check_model
 from tandem.training.loop import TaskLoopState, repeat_evaluation, train
 from tandem.training.precision import precision_of
+from tandem.training.replay import ReplayCheck, lengthen
 from tandem.training.replicas import check_replicas
 from tandem.training.resume import COMPLETE
 from tandem.training.saving import warn_of_unsaved_scores
@@ -261,6 +262,7 @@ def _training(
     recorder = session.recorder
     first = session.beginning.step
     window = session.settings.telemetry.profile if world.is_first else None
+    replay = _replay_check(session, train_state)
     steps = _counting_errors(train_state.data.steps(first, train_state.planned), recorder)
     profile = session.run.folder / layout.PROFILE / layout.profile(0)
     return TaskLoopState(
@@ -280,7 +282,19 @@ def _training(
         check_replicas=partial(check_replicas, world, train_state.strategy, train_state.model, recorder),
         saver=session.saver,
         step=first,
+        check_next_step=replay.check_next_step if replay is not None else lambda: None,
     )
+
+
+def _replay_check(session: RankSession, train_state: TrainState) -> ReplayCheck | None:
+    """Return the check of --replay-check, or None. Raises ConfigError where it cannot be right."""
+    every = session.settings.reliability.replay_check
+    if every == "never":
+        return None
+    check = train_state.stepper.repeat_on_others(session.settings.compute, session.recorder)
+    if every == "auto":
+        check.on_cost = partial(lengthen, session.event_schedule.cadences)
+    return check
 
 
 def _counting_errors(steps: Iterator[list[Any]], recorder: Recorder) -> Iterator[list[Any]]:

@@ -211,6 +211,8 @@ DATA_ERRORS = Counter("data_errors",
     "Samples that could not be read.", "optimization", labels("reason"), by_node=True)
 REPLICA_MISMATCHES = Counter("replica_mismatches",
     "Replicas whose parameters differed from rank 0's.", "optimization")
+REPLAY_MISMATCHES = Counter("replay_mismatches",
+    "Ranks whose gradients or state differed when another rank repeated their work.", "optimization")
 
 CHECKPOINT_SAVES = Counter("checkpoint_saves", "Checkpoints saved.", "checkpoints")
 CHECKPOINT_SAVE_FAILURES = Counter("checkpoint_save_failures",
