@@ -18,7 +18,10 @@ from typing import Any
 from tandem import cli, config, errors
 from tandem.config.show import EXIT_CODES
 from tandem.custom_loop import run
+from tandem.data.arrow_rows import arrow
 from tandem.data.datasets import Datasets
+from tandem.data.mixture import mix
+from tandem.data.parquet_files import parquet
 from tandem.data.token_files import tokens
 from tandem.tasks import base
 from tandem.telemetry import metrics
@@ -106,7 +109,8 @@ def api_page() -> str:
     parts += [_entry(name, member, level=4) for name, member in _members(base.Task)]
     parts += [OPTIONAL, COLLATE]
     parts += [_entry(name, member, level=4) for name, member in _members(base.WholeTask)]
-    return "\n".join([*parts, DATA, _entry("Datasets", Datasets), _entry("tandem.data.tokens", tokens)])
+    readers = [_entry(f"tandem.data.{each.__name__}", each) for each in (arrow, mix, parquet, tokens)]
+    return "\n".join([*parts, DATA, _entry("Datasets", Datasets), *readers])
 
 
 def _block(text: str, language: str = "") -> str:

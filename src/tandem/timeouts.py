@@ -102,6 +102,11 @@ AT_ONCE_SECONDS = 3.0
 SAVE_AGAIN_SECONDS = 2.0
 """Before each further attempt to save the last step, at most three: a full volume may be freed meanwhile."""
 
+SHARDS_POLL_SECONDS = 0.02
+"""Between two looks whether the other ranks have written their shards: one small request to the store."""
+SHARDS_LEFT_SECONDS = 8.0
+"""The time for the other ranks' shards once a run has failed; the agent waits longer for ranks to end."""
+
 # Crash loops: starts that save nothing new (run/crash_loop.py)
 
 FIRST_BACKOFF_SECONDS = 5.0
@@ -220,6 +225,21 @@ TRACKER_END_SECONDS = 30.0
 """For the last rows at the end of a launch: one request of TRACKER_REQUEST_SECONDS, and one retry."""
 TRACKER_REQUEST_SECONDS = 8
 """For a request to MLflow, unless MLFLOW_HTTP_REQUEST_TIMEOUT is set; MLflow's own default is 120."""
+
+# Messages to a webhook, and to Kubeflow Trainer (report/sender.py)
+
+OUTGOING_REQUEST_SECONDS = 10.0
+"""For the answer to one request; no rank and no agent waits for it."""
+OUTGOING_RETRY_SECONDS = 2.0
+"""Before the second attempt after a failure that may pass; the pause doubles."""
+OUTGOING_END_SECONDS = 15.0
+"""For the last messages at the end of a launch: one pause of TRAINER_SECONDS, and one request."""
+STOPPED_END_SECONDS = 7.0
+"""The same after a stop signal, within the platform's grace period."""
+TRAINER_SECONDS = 5.0
+"""Between two requests to Kubeflow Trainer's status endpoint, which asks for no more (KEP-2779)."""
+SAME_CAUSE_SECONDS = 600.0
+"""A webhook gets at most one message about the same event and cause in this time."""
 
 # Replicas of Compose (platforms/replica.py)
 

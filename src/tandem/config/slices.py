@@ -33,6 +33,7 @@ from tandem.config.fields import (
     StepWindow,
     TrackerNames,
     WarmupText,
+    WebhookUrl,
     setting,
 )
 from tandem.schedule import LrScaling, LrSchedule
@@ -265,6 +266,11 @@ class TelemetryConfig:
         per_node=True,
     )
     profile: StepWindow | None = setting(None, "record these steps with torch.profiler")
+    notify: WebhookUrl | None = setting(
+        None,
+        "webhook that node 0 tells of failures, hangs, recoveries and the end; TANDEM_NOTIFY keeps it secret",
+        per_node=True,
+    )
 
     @property
     def has_tensorboard(self) -> bool:

@@ -47,9 +47,15 @@ class ProcessGroup:
     """An open process group, from `ProcessGroup.open` to `close`."""
 
     def __init__(
-        self, position: Position, device: torch.device, devices: tuple[torch.device, ...] = ()
+        self,
+        position: Position,
+        device: torch.device,
+        devices: tuple[torch.device, ...] = (),
+        store: Any = None,
     ) -> None:
         self.position = position
+        self.store = store
+        """The store through which the ranks have met."""
         self.device = device
         self.devices = devices or (device,)
         """All devices of this rank. The first, `device`, has the batches, the loss and what is exchanged."""
@@ -108,7 +114,7 @@ class ProcessGroup:
             if is_gpu_failure(error):
                 raise
             raise _why_not_open(error, position, connection.master, had_gpu) from error
-        return cls(position, device, devices)
+        return cls(position, device, devices, store)
 
     @property
     def ddp_devices(self) -> list[torch.device] | None:

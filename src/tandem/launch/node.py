@@ -154,6 +154,7 @@ def _run_agent(
             run, placement, nproc, config, workers, view, stop, decision, lease, endpoint, work
         )
         if placement.node_rank == 0:
+            view.tell_outside()
             report = _run_counted(node, run.crash_loop(lease.confirm_ownership))
         else:
             report = run_agent(node)
@@ -164,6 +165,8 @@ def _run_agent(
             with reporting("tell the tracker"):
                 if tracker is not None:
                     tracker.ended(report.code, lambda: stop.interrupts > 1)
+            with reporting("send the last messages"):
+                view.flush_outside(stop)
             with reporting("copy the run's files"):
                 if placement.node_rank == 0:
                     run.push()

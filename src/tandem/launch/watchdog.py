@@ -139,8 +139,8 @@ class SlowRanks:
         seconds = now - self._looked_at
         self._looked_at = now
         report = self._watch.report([_times(beat, seconds) for _, beat in sorted(known.items())])
-        unknown = metrics.RANK_DATA_SECONDS.name
-        self._tell(Samples([each for each in report.samples if each.name != unknown]))
+        unknown = metrics.RANK_DATA_SECONDS.name, metrics.TYPICAL_STEP_SECONDS.name
+        self._tell(Samples([each for each in report.samples if each.name not in unknown]))
         rows = [{**row, "phases_ms": {"other": row["own_ms"]}} for row in report.page.rows]
         self._tell(Ranks(rows, report.page.says))
         if report.news is not None:

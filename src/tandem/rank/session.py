@@ -41,6 +41,7 @@ from tandem.training.precision import precision_of
 from tandem.training.replay import replay_every
 from tandem.training.resume import NONE, Redistribute, ResumePoint, begin, check_data
 from tandem.training.saving import CheckpointSource, Saver, snapshot_every
+from tandem.training.shards import ShardedReading
 from tandem.training.summary import RunInfo, open_displays, write_summary
 
 log = logging.getLogger("tandem.run")
@@ -185,6 +186,7 @@ class RankSession:
         homes: Mapping[str, Tensor] = NONE,
         own: Collection[str] = (),
         redistribute: Redistribute | None = None,
+        shards: ShardedReading | None = None,
     ) -> ResumePoint:
         """Return the state to begin with; see `resume.begin`. Without a `decision`, the agent's counts."""
         self.beginning = begin(
@@ -197,6 +199,7 @@ class RankSession:
             homes,
             own,
             redistribute,
+            shards,
         )
         return self.beginning
 
@@ -257,7 +260,16 @@ class RankSession:
         )
         config = settings.checkpoint
         slots = (beginning.slot, beginning.own_slot)
-        self.saver = Saver(config, self.facts, state, self.recorder, self.grant, *slots, beginning.generation)
+        self.saver = Saver(
+            config,
+            self.facts,
+            state,
+            self.recorder,
+            self.grant,
+            *slots,
+            beginning.generation,
+            strategy.shards_parameters,
+        )
 
     def begin_run(self, model: nn.Module) -> None:
         """Open the displays, and remove the summary of an earlier end."""
@@ -273,7 +285,7 @@ class RankSession:
         """
         saver = self.saver
         finished = self.code == FINISHED
-        if self.world.is_first:
+        if saver.writes:
             # If the last save has failed, this raises before a summary calls the run finished.
             saver.end(step, finished)
         # Sharded weights are gathered from all ranks, so this is outside of both `if`s.

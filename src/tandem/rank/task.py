@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, cast
 
 from tandem import layout
-from tandem.checkpoint.state import deserialize
 from tandem.config import Settings, TaskJob
 from tandem.data.loader import end_loaders, loader_processes
 from tandem.data.seeds import seed_model
@@ -18,6 +17,7 @@ from tandem.distributed.child_processes import killed_child
 from tandem.distributed.devices import cores_of, not_deterministic, open_gpus
 from tandem.distributed.peers import is_gpu_failure, is_peer_loss
 from tandem.distributed.position import RankStart
+from tandem.distributed.whole_state import broadcast_state
 from tandem.errors import (
     FAILED,
     FINISHED,
@@ -41,13 +41,14 @@ from tandem.telemetry.recorder import Recorder
 from tandem.text import in_one_line
 from tandem.training.evaluate import Evaluation, evaluation_batch_size
 from tandem.training.flops import profiled
-from tandem.training.loading import check_model
 from tandem.training.loop import TaskLoopState, repeat_evaluation, train
 from tandem.training.precision import precision_of
 from tandem.training.replay import ReplayCheck, lengthen
 from tandem.training.replicas import check_replicas
 from tandem.training.resume import COMPLETE
 from tandem.training.saving import warn_of_unsaved_scores
+from tandem.training.shapes import check_model
+from tandem.training.shards import ShardedReading, check_shared
 from tandem.training.train_state import TrainState, recall
 from tandem.training.weights import saved_at, tensors_in
 
@@ -76,7 +77,7 @@ def score(settings: Settings, start: RankStart, source: str) -> dict[str, float]
     model = strategy.shard(model_of(task, world.devices))
     # A run that still trains may save a newer checkpoint at any time, so one rank chooses for all.
     saved = saved_at(source) if world.is_first else None
-    state = deserialize(world.broadcast_bytes(saved.raw if saved else None))
+    state = broadcast_state(world, saved.state if saved else None, {})
     task.moment.resume(*world.broadcast_json([saved.step, saved.epoch_steps] if saved else None))
     weights = tensors_in(state)
     check_model(model, weights)
@@ -186,8 +187,13 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
     with log_if_slow("building data and model"):
         train_state = TrainState(*slices, world, clock, session.recorder, chosen)
     train_state.stepper.is_restarted = session.grant.restart > 0
+    homes = train_state.model.state_dict()
+    shards = None
+    if train_state.strategy.shards_parameters:
+        check_shared(world, session.run.where)
+        shards = ShardedReading(world, train_state.strategy.rows)
     with clock.phase("resume"), log_if_slow("deciding where to resume"):
-        if session.resume(homes=train_state.model.state_dict()).step == COMPLETE:
+        if session.resume(homes=homes, shards=shards).step == COMPLETE:
             session.recorder.close()
             return
         # The state that is loaded next has a position, which refers to these samples.

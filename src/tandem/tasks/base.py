@@ -227,6 +227,10 @@ class WholeTask:
         """Return the length [n] of each training sample, to form global batches of similar lengths."""
         return None
 
+    def sample_blocks(self, _train: Any) -> Any:
+        """Return the number of samples of each stored block, in order, to read few blocks at a time."""
+        return None
+
     def weight(self, batch: Any) -> Tensor | float:
         """Return what `loss` averages over, such as the number of tokens; depend on the batch only.
 

@@ -186,6 +186,8 @@ RANK_COMPUTE_SECONDS_MEDIAN = Gauge("rank_compute_seconds_median",
 RANK_COMPUTE_SECONDS_MAX = Gauge("rank_compute_seconds_max",
     "Own time of the slowest rank in a typical step.", "stragglers")
 SLOWEST_RANK = Gauge("slowest_rank", "The rank with the most own time.", "stragglers")
+TYPICAL_STEP_SECONDS = Gauge("typical_step_seconds",
+    "A typical step, with the wait for gradients; absent for a script.", "stragglers")
 RANK_COMPUTE_SECONDS = Gauge("rank_compute_seconds",
     "Own time of a typical step: all but the wait for gradients.", "stragglers", labels("rank", "node"))
 RANK_DATA_SECONDS = Gauge("rank_data_seconds",
@@ -251,6 +253,9 @@ SIGNALS_RECEIVED = Counter("signals",
     "Stop signals that node 0 received.", "life cycle", labels(signal=SIGNALS))
 LOG_MESSAGES = Counter("log_messages",
     "Log messages at warning and above.", "life cycle", labels(level=("warning", "error", "critical")))
+OUTGOING_REQUESTS = Counter("outgoing_requests",
+    "Requests of node 0 to the webhook of --notify, or to Kubeflow Trainer's status endpoint.", "life cycle",
+    labels(to=("webhook", "trainer"), outcome=("sent", "failed")), late=True)
 COLLECT_ERRORS = Counter("collect_errors",
     "Metric samples that could not be used.", "life cycle", labels("source"))
 

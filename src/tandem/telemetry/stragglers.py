@@ -171,6 +171,7 @@ def samples_of(ranks: Sequence[RankTimes], verdict: Verdict, named: Verdict | No
         metrics.RANK_COMPUTE_SECONDS_MEDIAN.set(verdict.median),
         metrics.RANK_COMPUTE_SECONDS_MAX.set(verdict.slowest),
         metrics.SLOWEST_RANK.set(verdict.rank),
+        metrics.TYPICAL_STEP_SECONDS.set(median_low(each.step for each in ranks)),
         # The series of an earlier straggler must vanish: absent means none.
         metrics.STRAGGLER_EXCESS_SECONDS.clear(),
     ]

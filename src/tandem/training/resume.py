@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tandem.checkpoint.decision import ResumeDecision, nothing_valid, warn_damaged
+from tandem.checkpoint.manifest import is_sharded
 from tandem.checkpoint.node_memory import NodeMemory
+from tandem.checkpoint.sharded import read_state
 from tandem.checkpoint.snapshot import (
     OF,
     PER_RANK,
@@ -26,7 +28,7 @@ from tandem.checkpoint.snapshot import (
     skeleton_in,
     whole_slots,
 )
-from tandem.checkpoint.state import deserialize, deserialize_file, large_file_of, read_in_place, serialize
+from tandem.checkpoint.state import deserialize, serialize
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.slices import CheckpointConfig
 from tandem.data.fingerprint import changed, data_facts, reordered
@@ -38,6 +40,7 @@ from tandem.errors import ConfigError, CorruptCheckpointError, UnloadableError
 from tandem.log import counted
 from tandem.telemetry import metrics
 from tandem.telemetry.recorder import Recorder
+from tandem.training.shards import ShardedReading, newest_of_all
 from tandem.training.weights import Initial, read_weights
 
 log = logging.getLogger("tandem.run")
@@ -85,27 +88,38 @@ def begin(
     homes: Mapping[str, Tensor] = NONE,
     own: Collection[str] = (),
     redistribute: Redistribute | None = None,
+    shards: ShardedReading | None = None,
 ) -> ResumePoint:
     """Find the newest state, or the weights to start from, and load it on all ranks.
 
     `homes`: the model's state_dict, into which tensors of a large state may be read directly. `own`: the
     names of what each rank keeps for itself. `redistribute` computes these for another number of ranks.
+    `shards`: each rank has its shard of the state.
     Raises ConfigError on all ranks if the checkpoint has other names, or comes from another number of ranks.
     """
-    position = world.position
-    shared_memories = grant.shared_memories
-    own_memories = grant.own_memories(position.local_rank)
-    slots = _own_slots(position, own_memories) if own else {}
-    here = _NodeSnapshots.by(position.node_rank, shared_memories, slots)
+    found = _Found(0)
+    decision = grant.resume
+    local_rank = world.position.local_rank
+    slots = _own_slots(world.position, grant) if own or shards else {}
+    here = _NodeSnapshots.by(world.position.node_rank, grant.shared_memories, slots)
     there = [_NodeSnapshots(**told) for told in world.gather_json(here._asdict())]
-    best = _best(there, has_own=bool(own))
-    found = _find(store, config, grant, best, recorder, homes) if world.is_first else _Found(0)
+    if world.is_first and decision.kind == "complete":
+        found = _Found(COMPLETE)
+    elif world.is_first:
+        store.open_for_writing()
+        # The run restarts from another state, so snapshots that other nodes still have do not count.
+        starts_over = config.resume == "never" or decision.moved_to is not None
+        newest = newest_of_all([each.own for each in there]) if shards else _best(there, has_own=bool(own))
+        best = None if starts_over and grant.restart == 0 else newest
+        found = _newest(store, best, decision, recorder, homes, shards)
+    if shards:
+        shards.end()
     parts: list[dict[str, Any]] = found.state.pop(PER_RANK, []) if found.state else []
     named = sorted({name for part in parts for name in part})
     step, holder, info, count, named, generation = world.broadcast_json(
         [found.step, found.holder, found.shared_info(), len(parts), named, secrets.randbits(62)]
     )
-    for region in (*shared_memories[position.local_rank :][:1], *own_memories):
+    for region in (*grant.shared_memories[local_rank:][:1], *grant.own_memories(local_rank)):
         forget_after(region, max(step, 0))
     if step == 0 and config.init_from is not None:
         weights = _weights(world, config.init_from, config.init_strict, download)
@@ -115,34 +129,28 @@ def begin(
     began = time.monotonic()
     state = found.state
     found = _Found(step)  # drops the reference to the state on rank 0
-    slot = own_slot = None
-    source = "checkpoint"
     # After a snapshot, each rank's own values are in its memory; a checkpoint's are on rank 0.
     if holder is not None:
-        state, slot = _from_memory(world, shared_memories, there, holder, step, homes)
-        source = "memory of this node" if slot is not None else f"memory of node {there[holder].node}"
-        if world.is_first:
-            where = "" if slot is not None else f" of node {there[holder].node}"
-            log.info("resuming from step %s (in-memory snapshot%s)", f"{step:,}", where)
-        own_slot = slots[step].number if own else None
-        own_state = read_slot(own_memories, step, slots[step].number).state[PER_RANK] if own else {}
+        own_slot = slots[step].number if own or shards else None
+        loaded = _from_memory(world, grant, there, holder, step, homes, own_slot, shards is not None)
     else:
-        state = broadcast_state(world, state, homes) if world.size > 1 else state
-        own_state = _own_state_of(world, parts, count, named, own, redistribute)
+        read = shards.state if shards else None
+        state = read or (broadcast_state(world, state, homes) if world.size > 1 else state)
+        loaded = _Loaded(state, _own_state_of(world, parts, count, named, own, redistribute))
     took = metrics.CHECKPOINT_LAST_LOAD_DURATION_SECONDS.set(time.monotonic() - began)
     recorder.samples(metrics.CHECKPOINT_LOADS.inc(), took)
     return ResumePoint(
         step,
-        state,
-        source,
+        loaded.state,
+        loaded.source,
         holder is not None,
-        slot,
+        loaded.slot,
         generation,
         scores=_numbers(info.get("eval", {})),
         ended_of=info.get("ended_of", 0),
         data=info.get("data", {}),
-        own=own_state,
-        own_slot=own_slot,
+        own=loaded.own,
+        own_slot=loaded.own_slot,
         owes_evaluation=bool(info.get("owes_evaluation", False)),
     )
 
@@ -187,7 +195,40 @@ def _best(there: Sequence[_NodeSnapshots], has_own: bool) -> tuple[int, int] | N
     return best
 
 
+class _Loaded(NamedTuple):
+    """A rank's state and its own values; see `ResumePoint`."""
+
+    state: dict[str, Any] | None
+    own: dict[str, Any]
+    source: str = "checkpoint"
+    slot: int | None = None
+    own_slot: int | None = None
+
+
 def _from_memory(
+    world: ProcessGroup,
+    grant: Grant,
+    there: Sequence[_NodeSnapshots],
+    holder: int,
+    step: int,
+    homes: Mapping[str, Tensor],
+    own_slot: int | None,
+    has_shards: bool,
+) -> _Loaded:
+    """Return the snapshot of `step`: from rank `holder`, or with `has_shards` from each rank's own memory."""
+    own = grant.own_memories(world.position.local_rank)
+    mine = {} if own_slot is None else read_slot(own, step, own_slot).state
+    shared = grant.shared_memories
+    state, slot = (mine, None) if has_shards else _shared_snapshot(world, shared, there, holder, step, homes)
+    node = None if has_shards or slot is not None else there[holder].node
+    if world.is_first:
+        where = "" if node is None else f" of node {node}"
+        log.info("resuming from step %s (in-memory snapshot%s)", f"{step:,}", where)
+    source = "memory of this node" if node is None else f"memory of node {node}"
+    return _Loaded(state, mine.get(PER_RANK, {}), source, slot, own_slot)
+
+
+def _shared_snapshot(
     world: ProcessGroup,
     regions: Sequence[NodeMemory],
     there: Sequence[_NodeSnapshots],
@@ -208,8 +249,9 @@ def _from_memory(
     return broadcast_state(world, state, homes, holder), slot
 
 
-def _own_slots(position: Position, regions: Sequence[NodeMemory]) -> dict[int, Slot]:
+def _own_slots(position: Position, grant: Grant) -> dict[int, Slot]:
     """Return {step: slot} of the snapshots of this rank's own values, if the number of ranks is the same."""
+    regions = grant.own_memories(position.local_rank)
     me = [position.rank, position.world_size]
     return {
         s: slot for s, slot in whole_slots(regions).items() if skeleton_in(regions[0], slot.number)[OF] == me
@@ -288,31 +330,13 @@ def _numbers(scores: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in scores.items()}
 
 
-def _find(
-    store: CheckpointStore,
-    config: CheckpointConfig,
-    grant: Grant,
-    snapshot: tuple[int, int] | None,
-    recorder: Recorder,
-    homes: Mapping[str, Tensor],
-) -> _Found:
-    """Return what to resume from on rank 0; `snapshot` as for `_newest`."""
-    decision = grant.resume
-    if decision.kind == "complete":
-        return _Found(COMPLETE)
-    store.open_for_writing()
-    # The run restarts from another state, so snapshots that other nodes still have do not count.
-    starts_over = config.resume == "never" or decision.moved_to is not None
-    best = None if starts_over and grant.restart == 0 else snapshot
-    return _newest(store, best, decision, recorder, homes)
-
-
 def _newest(
     store: CheckpointStore,
     snapshot: tuple[int, int] | None,
     decision: ResumeDecision,
     recorder: Recorder,
     homes: Mapping[str, Tensor] = NONE,
+    shards: ShardedReading | None = None,
 ) -> _Found:
     """Return what to resume from, which is the first of these that exists:
 
@@ -339,7 +363,9 @@ def _newest(
     found = None
     # Do not read a checkpoint that cannot be newer than the snapshot.
     if snapshot is None or snapshot[0] < max(store.steps(), default=0):
-        found = store.newest(lambda step: _read(store, step, homes), passed_over, on_unloadable=cannot_load)
+        found = store.newest(
+            lambda step: _read(store, step, homes, shards), passed_over, on_unloadable=cannot_load
+        )
     # The newest checkpoint may have been damaged, so the one that was found can be older than the snapshot.
     if snapshot is not None and (found is None or found[0] <= snapshot[0]):
         return _Found(snapshot[0], holder=snapshot[1])
@@ -348,7 +374,7 @@ def _newest(
     # Another run owns these, so damaged ones are passed over but not quarantined.
     for directory, step in decision.elsewhere:
         try:
-            return _read(CheckpointStore(directory), step, homes)
+            return _read(CheckpointStore(directory), step, homes, shards)
         except CorruptCheckpointError as error:
             passed_over(step, str(error))
         except UnloadableError as error:
@@ -364,13 +390,14 @@ def _newest(
     return _Found(0)
 
 
-def _read(store: CheckpointStore, step: int, homes: Mapping[str, Tensor]) -> _Found:
-    # A large state is used in place, because its bytes do not fit in memory next to its tensors.
-    if path := large_file_of(store, step):
-        state, info = read_in_place(store, step, path, lambda file: deserialize_file(file, homes))
+def _read(
+    store: CheckpointStore, step: int, homes: Mapping[str, Tensor], shards: ShardedReading | None
+) -> _Found:
+    info: Mapping[str, Any]
+    if shards and is_sharded(store.manifest(step)):
+        state, info = shards.read(store, step)
     else:
-        payload, info = store.read(step)
-        state = deserialize(payload)
+        state, info = read_state(store, step, homes)
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise UnloadableError("the checkpoint's state has no model")
     return _Found(step, state, info=info)

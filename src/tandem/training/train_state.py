@@ -192,6 +192,9 @@ class TrainState:
     def _log_choices(self, workers: object, chosen: Collection[str]) -> None:
         if workers == "auto":
             log.info("--workers auto: %s", self._loading())
+        text, is_warning = self.order.describe()
+        if text:
+            log.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
         log.info("%s", self.schedule.describe())
         if unread := self.schedule.without_effect(chosen):
             log.warning("%s", unread)
@@ -215,8 +218,9 @@ class TrainState:
         else:
             self._load(saved, beginning.scores)
 
-    def _load(self, saved: Mapping[str, Any], scores: Mapping[str, float]) -> None:
+    def _load(self, saved: dict[str, Any], scores: Mapping[str, float]) -> None:
         ours = groups_of(self._optimizer, self.model.named_parameters())
+        saved = self.strategy.with_shards(saved)  # from a snapshot; a checkpoint has whole tensors
         load_state(saved, self.strategy, self.model, self._optimizer, self.schedule, ours)
         self.data.load(saved.get("data", {}))
         self.recorder.load(saved.get("log", {}))
@@ -232,6 +236,11 @@ class TrainState:
         sharded = {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
         state = self.strategy.gather_full(sharded)
         return {**state, **self._remaining_state()}
+
+    def local_state(self) -> dict[str, Any]:
+        """See `CheckpointSource`."""
+        sharded = {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        return {**self.strategy.local_state(sharded), **self._remaining_state()}
 
     def check_state(self) -> None:
         """Raise ConfigError, before the first step, for state that a checkpoint cannot contain."""

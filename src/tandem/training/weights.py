@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from tandem import layout
 from tandem.checkpoint.decision import locate, warn_damaged
+from tandem.checkpoint.sharded import read_state
 from tandem.checkpoint.state import deserialize, serialize
 from tandem.data.datasets import torchvision_for
 from tandem.distributed.strategy import Strategy
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import CheckpointError, ConfigError, UnloadableError
 from tandem.paths import exists, is_file
 from tandem.text import did_you_mean, nearest, one_line
 
@@ -58,7 +59,7 @@ def read_weights(source: PurePath, download: bool) -> bytes:
     try:
         if isinstance(source, Path) and is_file(source):
             return serialize(tensors_in(_state_in(source)))
-        return serialize(tensors_in(deserialize(saved_at(str(source)).raw)))
+        return serialize(tensors_in(saved_at(str(source)).state))
     except CheckpointError as error:
         raise ConfigError(
             f"--init-from {source}: {error}; save only the weights: torch.save(model.state_dict(), FILE)"
@@ -88,11 +89,11 @@ def _state_in(path: Path) -> Mapping[str, Any]:
 
 
 class Saved(NamedTuple):
-    """A valid checkpoint in `directory`: the bytes of its state, and the content of its manifest."""
+    """A valid checkpoint in `directory`: its whole state, and the content of its manifest."""
 
     directory: PurePath
     step: int
-    raw: bytes
+    state: dict[str, Any]
     info: Mapping[str, Any]
 
     @property
@@ -109,10 +110,17 @@ class Saved(NamedTuple):
 def saved_at(source: str) -> Saved:
     """Return the newest valid checkpoint at `source`, or the step that it names. Raises ConfigError."""
     store, step = locate(source)
+
+    def read(step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        try:
+            return read_state(store, step)
+        except UnloadableError as error:
+            raise UnloadableError(f"step {step} in {store.directory}: {error}") from error
+
     if step is not None:
-        return Saved(store.directory, step, *store.read(step))
+        return Saved(store.directory, step, *read(step))
     # Reading weights must not change a run, which may still train.
-    found = store.newest(store.read, warn_damaged, quarantine=False)
+    found = store.newest(read, warn_damaged, quarantine=False)
     if found is None:
         raise ConfigError(f"{store.directory} contains no valid checkpoint")
     return Saved(store.directory, found[0], *found[1])

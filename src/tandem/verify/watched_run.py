@@ -39,7 +39,8 @@ class WatchedRun:
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], run_dir: Path) -> None:
         self._command = command
-        self._environ = environ
+        # A run that is killed on purpose is no news; the variable wins over a line of .env.
+        self._environ = {**environ, "TANDEM_NOTIFY": "none"}
         self._run_dir = run_dir
         self._output = run_dir.with_suffix(".log")
         self._generations = 0  # number of generations killed so far

@@ -18,6 +18,7 @@ function show(run) {
   $("state").className = `state ${state}`;
   $("where").textContent = `${run.task} on ${counted(run.nodes, "node")} (${run.platform})`;
   $("straggler").textContent = run.ending ? "" : run.straggler ?? "";
+  $("verdict").textContent = run.verdict ? `What limits this run: ${run.verdict}` : "";
   const trouble = run.ending?.state === "failed" ? null : run.events?.find(event => TROUBLE.includes(event.kind));
   const isIll = run.healthy === false && !run.ending && run.health;
   $("trouble").textContent = isIll ? `Not healthy: ${run.health}` : trouble ? sentenceOfTrouble(trouble) : "";
