@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from patience import patient
-from tandem.checkpoint.decision import ResumeDecision
 from tandem.checkpoint.node_memory import NodeMemory
 from tandem.checkpoint.state import weights_sha256
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
 from tandem.config.slices import CheckpointConfig
 from tandem.distributed import strategy as strategies
-from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.group import ProcessGroup
+from tandem.distributed.position import Connection, Grant, Position, RankStart
 from tandem.training import saving
 from tandem.training.resume import ResumePoint, begin
 from tandem.training.saving import Saver
@@ -59,8 +59,9 @@ class Trainer:
     has_per_rank_state = False
     differs = False
 
-    def __init__(self, position: Position, folder: Path, name: str) -> None:
-        self.world = ProcessGroup.open(position, torch.device("cpu"), LIMIT_SECONDS)
+    def __init__(self, start: RankStart, folder: Path, name: str) -> None:
+        self.grant = start.grant
+        self.world = ProcessGroup.open(start.position, start.connection, torch.device("cpu"), LIMIT_SECONDS)
         settings = Settings()
         self.strategy = strategies.load(name, self.world, settings.exchange, settings.compute)
         torch.manual_seed(3)
@@ -89,7 +90,7 @@ class Trainer:
         saving.manifest_info = lambda _facts, step, scores, *_: {"step": step, "eval": dict(scores)}
         has_shards = self.strategy.shards_parameters
         shards = ShardedReading(self.world, self.strategy.rows) if has_shards else None
-        found = begin(self.world, self.store, CheckpointConfig(), ResumeDecision("fresh"), RECORDER, False,
+        found = begin(self.world, self.store, CheckpointConfig(), self.grant, RECORDER, False,
                       shards=shards)  # fmt: skip
         self.step = found.step
         if found.state is not None:
@@ -102,7 +103,7 @@ class Trainer:
             cast(Any, SimpleNamespace(
                 directory=SimpleNamespace(checkpoints=self.store, push=lambda: None), world=self.world
             )),
-            self, RECORDER, None, found.own_slot, found.generation, has_shards,
+            self, RECORDER, self.grant, None, found.own_slot, found.generation, has_shards,
         )  # fmt: skip
         return found
 
@@ -121,10 +122,10 @@ class Trainer:
 Work = Callable[[Trainer, Any], object]
 
 
-def _rank(work: Work, position: Position, folder: Path, name: str, argument: Any, answers: Any) -> None:
+def _rank(work: Work, start: RankStart, folder: Path, name: str, argument: Any, answers: Any) -> None:
     torch.set_num_threads(1)
-    trainer = Trainer(position, folder, name)
-    answers.put((position.rank, work(trainer, argument)))
+    trainer = Trainer(start, folder, name)
+    answers.put((start.position.rank, work(trainer, argument)))
     answers.close()
     answers.join_thread()
     trainer.world.close()
@@ -143,11 +144,13 @@ def in_ranks(
     context = torch.multiprocessing.get_context("fork")
     answers = context.Queue()
     meeting = folder / f"meeting-{os.urandom(4).hex()}"
-    position = Position(world_size=size, local_world_size=size, ranks_on_host=size,
-                        init=f"file://{meeting}", memories=tuple(memories))  # fmt: skip
+    position = Position(world_size=size, local_world_size=size, ranks_on_host=size)
+    connection = Connection(init=f"file://{meeting}")
+    grant = Grant(memories=tuple(memories))
     ranks = [
         context.Process(target=_rank, args=(
-            work, dataclasses.replace(position, rank=rank, local_rank=rank), folder, name, argument, answers,
+            work, RankStart(dataclasses.replace(position, rank=rank, local_rank=rank), connection, grant),
+            folder, name, argument, answers,
         ))
         for rank in range(size)
     ]  # fmt: skip

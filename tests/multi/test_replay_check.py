@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from patience import patient
 from tandem.config import Settings
 from tandem.distributed import strategy as strategies
-from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.group import ProcessGroup
+from tandem.distributed.position import Connection, Position
 from tandem.errors import ConfigError, ReplayMismatchError
 from tandem.tasks.base import WholeTask
 from tandem.telemetry.clock import Clock
@@ -235,11 +236,9 @@ def of_two(group: ProcessGroup) -> dict[str, Any]:
 
 def work(rank: int, size: int, port: int, what: Any, folder: Path) -> None:
     torch.set_num_threads(1)
-    position = Position(
-        rank=rank, world_size=size, node_rank=rank, nodes=size, node_name=f"host{rank}",
-        init="master", master=("127.0.0.1", port),
-    )  # fmt: skip
-    group = ProcessGroup.open(position, torch.device("cpu"), LIMIT_SECONDS)
+    position = Position(rank=rank, world_size=size, node_rank=rank, nodes=size, node_name=f"host{rank}")
+    connection = Connection(init="master", master=("127.0.0.1", port))
+    group = ProcessGroup.open(position, connection, torch.device("cpu"), LIMIT_SECONDS)
     torch.save(what(group), folder / f"{rank}.pt")
     group.sum([0.0])
     sys.stdout.flush()

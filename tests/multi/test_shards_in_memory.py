@@ -95,5 +95,6 @@ def test_a_step_that_only_one_rank_has_does_not_count(tmp_path: Path) -> None:
 def test_a_state_that_no_rank_can_keep_has_no_snapshots(parameters: bool, state: bool, every: str) -> None:
     """Errors that PowerSGD remembers are on all ranks, and in no shard."""
     strategy: Any = SimpleNamespace(shards_parameters=parameters, shards_state=state)
-    world: Any = SimpleNamespace(position=SimpleNamespace(memories=[1, 2]), device=torch.device("cpu"))
-    assert snapshot_every("auto", world, strategy) == every
+    world: Any = SimpleNamespace(device=torch.device("cpu"))
+    grant: Any = SimpleNamespace(memories=[1, 2])
+    assert snapshot_every("auto", world, grant, strategy) == every

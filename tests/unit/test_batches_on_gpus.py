@@ -12,11 +12,12 @@ from played_gpu import Notes
 from tandem.data import loader
 from tandem.data.loader import batch_size_of, moved, parts_of, to_device
 from tandem.distributed import strategy as strategies
-from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.group import ProcessGroup
+from tandem.distributed.position import Position
 from tandem.errors import ConfigError
 from tandem.training.buffers import KeptBuffers
+from tandem.training.loading import on_their_devices
 from tandem.training.nonfinite import Guard
-from tandem.training.resume import on_their_devices
 
 GPU, META = torch.device("cuda", 0), torch.device("meta")
 Pair = namedtuple("Pair", "x y")

@@ -22,7 +22,6 @@ from tandem.launch.run_dir import adjust_for_job
 from tandem.launch.secret import conceal
 from tandem.launch.simulated import simulate
 from tandem.launch.torch_variables import wait_passively
-from tandem.launch.workers import resolve as import_rank_function
 from tandem.log import is_quiet, log_if_slow, outlive_the_terminal, setup, writes_to_file
 from tandem.platforms.placement import Placement, detect, of_this_process
 from tandem.platforms.replica import note_code, note_end, note_start, stay_down_code
@@ -136,10 +135,10 @@ def _train(run: RunDir, settings: Settings, placement: Placement, chosen: frozen
     wait_passively()
     with log_if_slow("importing torch"):
         from tandem.launch.lone_rank import run_lone_rank
-        from tandem.work.task import RANK_FUNCTION
+        from tandem.work.task import rank_function
 
-        rank_function = import_rank_function(RANK_FUNCTION)
-    return run_lone_rank(run, settings, placement, rank_function, chosen)
+        function = rank_function()
+    return run_lone_rank(run, settings, placement, function, chosen)
 
 
 def _begin(

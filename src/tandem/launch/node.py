@@ -138,7 +138,7 @@ def _run_agent(
 
     placement = endpoint.placement
     nproc = placement.nproc or _ranks_for_gpus(settings)
-    memories = [NodeMemory() for _ in range(2 * nproc)]  # two per rank, see `Position.memories`
+    memories = [NodeMemory() for _ in range(2 * nproc)]  # two per rank, see `Grant.memories`
     workers = Workers(work.rank_entry, work.job, memories, work.warm_up, work.standby_key)
     stop_together(workers.signal_all)
     view = NodeView(run, settings, placement, state_dir, folder, prepared.access, stop)

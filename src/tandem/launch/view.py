@@ -12,7 +12,7 @@ from tandem import layout, running_clock
 from tandem.checkpoint.listing import newest_step
 from tandem.config import Settings
 from tandem.config.address import secrets_in
-from tandem.distributed.group import Position
+from tandem.distributed.position import Position
 from tandem.errors import FINISHED, INTERRUPTED_TWICE, KILLED, MISCONFIGURED, STOPPED
 from tandem.launch.gpus import chosen_gpus
 from tandem.launch.outgoing import Outgoing

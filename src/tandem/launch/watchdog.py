@@ -85,6 +85,10 @@ def gather_stacks(workers: Workers, ranks: Mapping[int, int], log_folder: Path) 
         time.sleep(MONITOR_SECONDS)
     written = [str(files[each]) for each in pids if each not in silent]
     without = [f"rank {ranks[each]}{' (stopped)' if _is_stopped(pids[each]) else ''}" for each in silent]
+    return _where_stacks_are(written, without)
+
+
+def _where_stacks_are(written: Sequence[str], without: Sequence[str]) -> str:
     words = [f"stacks are in {', '.join(written)}"] if written else []
     return "; ".join([*words, f"no stacks from {', '.join(without)}"] if without else words)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tandem import __version__
+from tandem import __version__, layout
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.config import Settings
 from tandem.data.block_metrics import BlockMetrics
@@ -23,7 +23,8 @@ from tandem.distributed.devices import (
     compute_deterministically,
     set_threads,
 )
-from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.group import ProcessGroup
+from tandem.distributed.position import RankStart
 from tandem.distributed.strategy import Strategy
 from tandem.errors import FINISHED
 from tandem.log import log_if_slow, log_warnings, redirect_output, setup
@@ -31,6 +32,8 @@ from tandem.run.directory import RunDir
 from tandem.telemetry.agent_state import count_log_messages
 from tandem.telemetry.channel import sender
 from tandem.telemetry.clock import Clock
+from tandem.telemetry.clock_locator import ClockLocator
+from tandem.telemetry.hangs import HangLimits
 from tandem.telemetry.heartbeat import Heartbeats
 from tandem.telemetry.messages import Send
 from tandem.telemetry.recorder import Recorder
@@ -62,9 +65,11 @@ class RankSession:
     event_schedule: EventSchedule
     saver: Saver
 
-    def __init__(self, settings: Settings, position: Position) -> None:
+    def __init__(self, settings: Settings, start: RankStart) -> None:
         self.given = self.settings = settings
-        self.position = position
+        self.position = start.position
+        self.connection = start.connection
+        self.grant = start.grant
         self.send: Send = sender(None)
         """Sends messages to the agent, or to the page's host in this process, from `join` on."""
         self.clock = Clock()
@@ -79,7 +84,7 @@ class RankSession:
     @cached_property
     def run(self) -> RunDir:
         """The run directory, which only a rank that trains has."""
-        return RunDir.of(self.given, self.position.owner)
+        return RunDir.of(self.given, self.grant.owner)
 
     def open_log(self) -> None:
         """Log to the terminal and a file on rank 0, and only to a file on the others."""
@@ -103,15 +108,14 @@ class RankSession:
         Raises ConfigError if ranks differ in a common setting, and for a device that is missing.
         """
         given = self.given
-        position = self.position
         clock = self.clock
-        self.send = sender(position.sample_socket)
-        if position.store is not None:  # without an agent, the page's host in this process counts them
+        self.send = sender(self.grant.sample_socket)
+        if self.connection.store is not None:  # without an agent, the page's host in this process counts them
             count_log_messages(self.send)
         for handler in logging.getLogger("tandem").handlers:
             handler.addFilter(clock.stamp)
         # Heartbeats begin before the rendezvous, so that the agent can see a rank that hangs in it.
-        Heartbeats(position.rank, clock, self.send, given.reliability, self.run.logs)
+        self._begin_heartbeats()
         with clock.phase("rendezvous"), log_if_slow("waiting for the other ranks"):
             self.open_group(trains=True)
             # Ranks with other settings, or of another version, could wait for each other in different
@@ -119,38 +123,51 @@ class RankSession:
             self.world.check_same_settings({**given.common_fields(), "the version of tandem": __version__})
             if self.world.device.type == "cuda":
                 # The group has connected, so this GPU works. If it is missing later, it has failed.
-                position.note_gpu()
+                self.grant.note_gpu()
         clock.measure(self.world.device)
         self._use(given)
+
+    def _begin_heartbeats(self) -> None:
+        clock = self.clock
+        limits = self.given.reliability
+        rank = self.position.rank
+        locator = ClockLocator(clock, self.run.logs / layout.flight(rank))
+        hang_limits = HangLimits(limits.hang_seconds, limits.phase_timeout)
+        heartbeats = Heartbeats(rank, locator, self.send, hang_limits)
+        clock.on_activity = heartbeats.send
 
     def open_group(self, trains: bool = False) -> None:
         """Open the process group on this rank's devices, which is all that an evaluation needs."""
         compute = self.given.compute
         position = self.position
         self.threads = set_threads(compute.threads, position)
-        devices = choose_devices(compute.device, position.gpu, compute.devices_per_rank, position.had_gpu)
+        had_gpu = self.grant.had_gpu
+        devices = choose_devices(compute.device, position.gpu, compute.devices_per_rank, had_gpu)
         # cuBLAS reads its setting when it starts, and threads inherit the CPUs they are bound to. So this
         # comes before the group opens.
         if trains:
             self._get_ready(devices)
         limit = self.given.reliability.phase_timeout
-        self.world = ProcessGroup.open(position, devices[0], limit, devices, position.patience)
+        connection = self.connection
+        self.world = ProcessGroup.open(
+            position, connection, devices[0], limit, devices, connection.patience, had_gpu
+        )
 
     def _get_ready(self, devices: Sequence[torch.device]) -> None:
         """Apply the settings for determinism, NUMA and TF32; log which ranks this process waits for."""
         compute = self.given.compute
-        position = self.position
+        connection = self.connection
         if compute.deterministic:
             compute_deterministically()
         if compute.numa_binding == "node":
             bind_to_node(devices)
         if compute.tf32 and devices[0].type == "cuda":
             allow_tf32()
-        if position.store is None and position.init == "master" and position.master is not None:
+        if connection.store is None and connection.init == "master" and connection.master is not None:
             # No agent reports this, and a rank that was started alone waits for a long time.
-            where = ":".join(map(str, position.master))
-            others = position.world_size - 1
-            log.info("waiting for the other %d of %d ranks at %s", others, position.world_size, where)
+            where = ":".join(map(str, connection.master))
+            size = self.position.world_size
+            log.info("waiting for the other %d of %d ranks at %s", size - 1, size, where)
 
     def change(self, settings: Settings) -> None:
         """Continue with settings that a script has changed. Raises ConfigError if ranks differ in them."""
@@ -175,12 +192,12 @@ class RankSession:
         redistribute: Redistribute | None = None,
         shards: ShardedReading | None = None,
     ) -> ResumePoint:
-        """Return the state to begin with; see `resume.begin`. Without a `decision`, the position's counts."""
+        """Return the state to begin with; see `resume.begin`. Without a `decision`, the agent's counts."""
         self.beginning = begin(
             self.world,
             self.run.checkpoints,
             self.settings.checkpoint,
-            decision or self.position.resume,
+            self.grant if decision is None else replace(self.grant, resume=decision),
             self.recorder,
             self.settings.data.download,
             homes,
@@ -233,6 +250,7 @@ class RankSession:
             shares=shares,
             data=self._data,
             micro_batch=micro_batch,
+            restart=self.grant.restart,
         )
         self.event_schedule = EventSchedule.of(
             order.steps_per_epoch,
@@ -242,12 +260,19 @@ class RankSession:
             save=settings.checkpoint.checkpoint_every,
             check=settings.reliability.replica_check_every,
             replay=replay_every(settings.reliability.replay_check),
-            snapshot=snapshot_every(settings.checkpoint.snapshot_every, self.world, strategy),
+            snapshot=snapshot_every(settings.checkpoint.snapshot_every, self.world, self.grant, strategy),
         )
         config = settings.checkpoint
         slots = (beginning.slot, beginning.own_slot)
         self.saver = Saver(
-            config, self.facts, state, self.recorder, *slots, beginning.generation, strategy.shards_parameters
+            config,
+            self.facts,
+            state,
+            self.recorder,
+            self.grant,
+            *slots,
+            beginning.generation,
+            strategy.shards_parameters,
         )
 
     def begin_run(self, model: nn.Module) -> None:

@@ -172,6 +172,9 @@ class MetricsServer:
             return 200, "application/json", (to_json(dict(self._asked[path]())) + "\n").encode()
         if path not in PATHS:
             return 404, "text/plain; charset=utf-8", f"not found; available: {', '.join(PATHS)}\n".encode()
+        return self._health_answer(path, allowed)
+
+    def _health_answer(self, path: str, allowed: bool) -> tuple[int, str, bytes]:
         status = self.status()
         good = True
         if path == "/healthz":

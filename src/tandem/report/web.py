@@ -55,13 +55,16 @@ class BoundedServer(ThreadingMixIn, HTTPServer):
     def server_bind(self) -> None:
         TCPServer.server_bind(self)  # HTTPServer's own asks DNS for the host's name, which can hang
 
-    def get_request(self) -> tuple[socket.socket, Any]:
+    def _take_slot(self) -> None:
         if not self._slots.acquire(blocking=False):
             self._drop_longest_silent()
             # The disconnected client's thread frees its slot within this time. The limit keeps `shutdown`
             # quick.
             if not self._slots.acquire(timeout=0.2):
                 raise OSError("all connections are in use")  # serve_forever tries again
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        self._take_slot()
         try:
             connection, address = super().get_request()
             # The handshake happens at the first read, in the connection's own thread.

@@ -154,6 +154,16 @@ def judge(ranks: Sequence[RankTimes]) -> Verdict:
     )
 
 
+def _series_of(ranks: Sequence[RankTimes]) -> list[Sample]:
+    # After an elastic restart, some ranks may be gone, or on another node.
+    samples = [metrics.RANK_COMPUTE_SECONDS.clear(), metrics.RANK_DATA_SECONDS.clear()]
+    for each in ranks:
+        where = {"rank": each.rank, "node": each.node}
+        samples.append(metrics.RANK_COMPUTE_SECONDS.set(each.own, **where))
+        samples.append(metrics.RANK_DATA_SECONDS.set(each.phase("data"), **where))
+    return samples
+
+
 def samples_of(ranks: Sequence[RankTimes], verdict: Verdict, named: Verdict | None) -> list[Sample]:
     """Return the metrics of an interval; series per rank only for up to MAX_RANK_SERIES ranks."""
     samples = [
@@ -166,12 +176,7 @@ def samples_of(ranks: Sequence[RankTimes], verdict: Verdict, named: Verdict | No
         metrics.STRAGGLER_EXCESS_SECONDS.clear(),
     ]
     if len(ranks) <= MAX_RANK_SERIES:
-        # After an elastic restart, some ranks may be gone, or on another node.
-        samples += [metrics.RANK_COMPUTE_SECONDS.clear(), metrics.RANK_DATA_SECONDS.clear()]
-        for each in ranks:
-            where = {"rank": each.rank, "node": each.node}
-            samples.append(metrics.RANK_COMPUTE_SECONDS.set(each.own, **where))
-            samples.append(metrics.RANK_DATA_SECONDS.set(each.phase("data"), **where))
+        samples += _series_of(ranks)
     if named is not None:
         name = {"rank": named.rank, "node": named.node, "phase": named.phase}
         samples.append(metrics.STRAGGLER_EXCESS_SECONDS.set(named.excess, **name))

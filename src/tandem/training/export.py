@@ -14,7 +14,7 @@ from torch.utils import _pytree as trees
 
 from tandem.checkpoint.state import weights_sha256
 from tandem.config import Settings
-from tandem.data.datasets import Datasets, one_line
+from tandem.data.datasets import Datasets
 from tandem.data.kinds import evaluation_batches
 from tandem.data.loader import batch_size_of
 from tandem.data.seeds import seed_model
@@ -23,6 +23,7 @@ from tandem.errors import CheckpointError, ConfigError, UnloadableError
 from tandem.tasks.base import WholeTask, load_task
 from tandem.tasks.build import datasets_of, model_of
 from tandem.tasks.mistakes import kind, mistake
+from tandem.text import one_line
 from tandem.training.shapes import check_model
 from tandem.training.train_state import recall
 from tandem.training.weights import Saved, saved_at, tensors_in

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tandem.checkpoint.decision import ResumeDecision, nothing_valid, warn_damaged
 from tandem.checkpoint.manifest import is_sharded
+from tandem.checkpoint.node_memory import NodeMemory
 from tandem.checkpoint.sharded import read_state
 from tandem.checkpoint.snapshot import (
     OF,
@@ -33,16 +33,13 @@ from tandem.checkpoint.store import CheckpointStore
 from tandem.config.slices import CheckpointConfig
 from tandem.data.fingerprint import changed, data_facts, reordered
 from tandem.data.sampler import GlobalOrder
-from tandem.distributed.group import Position, ProcessGroup
-from tandem.distributed.strategy import Strategy
+from tandem.distributed.group import ProcessGroup
+from tandem.distributed.position import Grant, Position
 from tandem.distributed.whole_state import broadcast_state
 from tandem.errors import ConfigError, CorruptCheckpointError, UnloadableError
 from tandem.log import counted
 from tandem.telemetry import metrics
 from tandem.telemetry.recorder import Recorder
-from tandem.training.buffers import adopt_buffers
-from tandem.training.optim import Schedule, check_groups
-from tandem.training.shapes import check_shapes
 from tandem.training.shards import ShardedReading, newest_of_all
 from tandem.training.weights import Initial, read_weights
 
@@ -52,8 +49,6 @@ COMPLETE = -1
 Redistribute = Callable[[list[dict[str, Any]], int, int], dict[str, Any]]
 """A function (per-rank states of the ranks that saved, this rank, ranks now) -> this rank's state by name."""
 NONE: Mapping[str, Tensor] = {}
-KERNELS = ("fused", "foreach", "capturable")
-"""Entries of an optimizer's group that select a kernel and do not change the result."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +82,7 @@ def begin(
     world: ProcessGroup,
     store: CheckpointStore,
     config: CheckpointConfig,
-    decision: ResumeDecision,
+    grant: Grant,
     recorder: Recorder,
     download: bool,
     homes: Mapping[str, Tensor] = NONE,
@@ -103,9 +98,10 @@ def begin(
     Raises ConfigError on all ranks if the checkpoint has other names, or comes from another number of ranks.
     """
     found = _Found(0)
-    position = world.position
-    slots = _own_slots(position) if own or shards else {}
-    here = _NodeSnapshots.by(position, slots)
+    decision = grant.resume
+    local_rank = world.position.local_rank
+    slots = _own_slots(world.position, grant) if own or shards else {}
+    here = _NodeSnapshots.by(world.position.node_rank, grant.shared_memories, slots)
     there = [_NodeSnapshots(**told) for told in world.gather_json(here._asdict())]
     if world.is_first and decision.kind == "complete":
         found = _Found(COMPLETE)
@@ -114,7 +110,7 @@ def begin(
         # The run restarts from another state, so snapshots that other nodes still have do not count.
         starts_over = config.resume == "never" or decision.moved_to is not None
         newest = newest_of_all([each.own for each in there]) if shards else _best(there, has_own=bool(own))
-        best = None if starts_over and position.restart == 0 else newest
+        best = None if starts_over and grant.restart == 0 else newest
         found = _newest(store, best, decision, recorder, homes, shards)
     if shards:
         shards.end()
@@ -123,7 +119,7 @@ def begin(
     step, holder, info, count, named, generation = world.broadcast_json(
         [found.step, found.holder, found.shared_info(), len(parts), named, secrets.randbits(62)]
     )
-    for region in (*position.shared_memories[position.local_rank :][:1], *position.own_memories):
+    for region in (*grant.shared_memories[local_rank:][:1], *grant.own_memories(local_rank)):
         forget_after(region, max(step, 0))
     if step == 0 and config.init_from is not None:
         weights = _weights(world, config.init_from, config.init_strict, download)
@@ -136,7 +132,7 @@ def begin(
     # After a snapshot, each rank's own values are in its memory; a checkpoint's are on rank 0.
     if holder is not None:
         own_slot = slots[step].number if own or shards else None
-        loaded = _from_memory(world, there, holder, step, homes, own_slot, shards is not None)
+        loaded = _from_memory(world, grant, there, holder, step, homes, own_slot, shards is not None)
     else:
         read = shards.state if shards else None
         state = read or (broadcast_state(world, state, homes) if world.size > 1 else state)
@@ -171,14 +167,13 @@ class _NodeSnapshots(NamedTuple):
     own: dict[str, int]
 
     @classmethod
-    def by(cls, position: Position, own: Mapping[int, Slot]) -> "_NodeSnapshots":
-        """Return what this rank has."""
-        regions = position.shared_memories
+    def by(cls, node: int, regions: Sequence[NodeMemory], own: Mapping[int, Slot]) -> "_NodeSnapshots":
+        """Return what this rank has, in its node's shared `regions` and in its `own` one."""
         found = {
             str(step): [*slot, skeleton_digest(regions[0], slot.number)]
             for step, slot in whole_slots(regions).items()
         }
-        return cls(position.node_rank, found, {str(step): slot.generation for step, slot in own.items()})
+        return cls(node, found, {str(step): slot.generation for step, slot in own.items()})
 
     def has(self, step: int) -> tuple[int, str] | None:
         """Return what identifies the snapshot of `step`, or None if it is not here."""
@@ -212,6 +207,7 @@ class _Loaded(NamedTuple):
 
 def _from_memory(
     world: ProcessGroup,
+    grant: Grant,
     there: Sequence[_NodeSnapshots],
     holder: int,
     step: int,
@@ -220,8 +216,10 @@ def _from_memory(
     has_shards: bool,
 ) -> _Loaded:
     """Return the snapshot of `step`: from rank `holder`, or with `has_shards` from each rank's own memory."""
-    mine = {} if own_slot is None else read_slot(world.position.own_memories, step, own_slot).state
-    state, slot = (mine, None) if has_shards else _shared_snapshot(world, there, holder, step, homes)
+    own = grant.own_memories(world.position.local_rank)
+    mine = {} if own_slot is None else read_slot(own, step, own_slot).state
+    shared = grant.shared_memories
+    state, slot = (mine, None) if has_shards else _shared_snapshot(world, shared, there, holder, step, homes)
     node = None if has_shards or slot is not None else there[holder].node
     if world.is_first:
         where = "" if node is None else f" of node {node}"
@@ -231,14 +229,18 @@ def _from_memory(
 
 
 def _shared_snapshot(
-    world: ProcessGroup, there: Sequence[_NodeSnapshots], holder: int, step: int, homes: Mapping[str, Tensor]
+    world: ProcessGroup,
+    regions: Sequence[NodeMemory],
+    there: Sequence[_NodeSnapshots],
+    holder: int,
+    step: int,
+    homes: Mapping[str, Tensor],
 ) -> tuple[dict[str, Any], int | None]:
     """Return the state of the snapshot that rank `holder` has, and the slot of this node that has it, if any.
 
     If all nodes have it, nothing is sent.
     """
     chosen = there[holder].has(step)
-    regions = world.position.shared_memories
     mine = there[world.rank]
     slot = int(mine.snapshots[str(step)][0]) if mine.has(step) == chosen else None
     if slot is not None and all(held.has(step) == chosen for held in there):
@@ -247,9 +249,9 @@ def _shared_snapshot(
     return broadcast_state(world, state, homes, holder), slot
 
 
-def _own_slots(position: Position) -> dict[int, Slot]:
+def _own_slots(position: Position, grant: Grant) -> dict[int, Slot]:
     """Return {step: slot} of the snapshots of this rank's own values, if the number of ranks is the same."""
-    regions = position.own_memories
+    regions = grant.own_memories(position.local_rank)
     me = [position.rank, position.world_size]
     return {
         s: slot for s, slot in whole_slots(regions).items() if skeleton_in(regions[0], slot.number)[OF] == me
@@ -437,62 +439,3 @@ def check_data(
     if world.is_first:
         log.warning("resuming at step %s although %s, %s", f"{beginning.step:,}", problem, meaning)
     return now
-
-
-def load_state(
-    state: Mapping[str, Any],
-    strategy: Strategy,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    schedule: Schedule,
-    named: Mapping[str, Any],
-) -> None:
-    """Load a checkpoint's state. `named`: the optimizer's groups, from `groups_of`.
-
-    The optimizer's numbers (weight decay, momentum) come from the settings, which may have changed, unless
-    the task built the optimizer or has its own scheduler. Raises ConfigError for another model or other
-    groups; the checkpoint is left untouched.
-    """
-    theirs = state["model"]
-    # Buffers that a forward pass resized take the saved shape first, or they would be refused. No value is
-    # loaded before everything has been compared.
-    adopt_buffers(model, theirs)
-    check_shapes(model.state_dict(), theirs)
-    check_groups("optimizer", state["optimizer"], state.get("groups"), optimizer, named)
-    strategy.load_model(model, theirs)
-    # Loading replaces the values of the groups, which the settings may override below.
-    groups = [dict(group) for group in optimizer.param_groups]
-    strategy.load_optimizer(optimizer, state["optimizer"])
-    if schedule.is_by_settings:
-        for group, ours in zip(optimizer.param_groups, groups, strict=True):
-            group.update({name: value for name, value in ours.items() if name != "params"})
-    on_their_devices(optimizer, groups)
-    schedule.load(state["schedule"], int(state["step"]))
-
-
-def on_their_devices(optimizer: torch.optim.Optimizer, before: Sequence[Mapping[str, Any]]) -> None:
-    """Select this device's kernels, wherever the checkpoint comes from, and move step counters to match.
-
-    `before`: the groups as the optimizer was built. Adam counts steps on the host, but with fused or
-    capturable on its device; `load_state_dict` follows the saved state instead.
-    """
-    for group, ours in zip(optimizer.param_groups, before, strict=True):
-        group.update({name: ours[name] for name in KERNELS if name in ours})
-        on_device = group.get("fused") or group.get("capturable")
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    state[name] = _moved_like(parameter, name, value, bool(on_device))
-
-
-def _moved_like(
-    parameter: torch.Tensor, name: str, value: torch.Tensor, steps_on_device: bool
-) -> torch.Tensor:
-    """Return a tensor of an optimizer's state on the device and in the layout that its kernels expect."""
-    if name == "step":
-        return value.to(parameter.device, torch.float32) if steps_on_device else value
-    # A run with another --channels-last has saved its state with other strides.
-    if value.shape == parameter.shape and value.stride() != parameter.stride():
-        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
-    return value

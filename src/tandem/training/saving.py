@@ -18,6 +18,7 @@ from tandem.config.slices import CheckpointConfig
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.notices import StoreNotices
 from tandem.distributed.peers import is_peer_loss
+from tandem.distributed.position import Grant
 from tandem.distributed.strategy import Strategy
 from tandem.distributed.whole_state import Rank0Values
 from tandem.errors import StoppedError
@@ -76,6 +77,7 @@ class Saver:
         facts: RunInfo,
         source: CheckpointSource,
         recorder: Recorder,
+        grant: Grant,
         kept_slot: int | None,
         own_slot: int | None = None,
         generation: int = 0,
@@ -100,14 +102,14 @@ class Saver:
             facts.directory.push,
         )
         position = facts.world.position
-        shared = position.shared_memories
+        shared = grant.shared_memories
         self._begun: int | None = None
         self._scores = PendingScores()
         nodes_here = max(1, position.ranks_on_host // position.local_world_size)
         local_rank = position.local_rank
         shared = () if has_shards else shared
         self._snapshots = Snapshots(shared, local_rank, kept_slot, generation, nodes_here) if shared else None
-        own = position.own_memories if has_shards or source.has_per_rank_state else ()
+        own = grant.own_memories(local_rank) if has_shards or source.has_per_rank_state else ()
         self._has_shards = has_shards
         self._own = Snapshots(own, 0, own_slot, generation, position.ranks_on_host) if own else None
         # With one node, the rank that has these values writes them.
@@ -261,11 +263,11 @@ class Saver:
             self.join_quietly(error)
 
 
-def snapshot_every(text: str, world: ProcessGroup, strategy: Strategy) -> str:
+def snapshot_every(text: str, world: ProcessGroup, grant: Grant, strategy: Strategy) -> str:
     """Resolve `--snapshot-every auto`: every step for a copy within memory, every 5 s from a GPU."""
     # No rank has the whole state of a gradient exchange that each rank remembers for itself.
     is_divided = strategy.shards_state and not strategy.shards_parameters
-    if is_divided or not world.position.memories:
+    if is_divided or not grant.memories:
         return "never"
     # A GPU's state crosses the bus for each snapshot, which would slow down every step.
     return text if text != "auto" else "1" if world.device.type == "cpu" else "5s"

@@ -180,6 +180,8 @@ class Stepper:
         self.samples_of: Callable[[int], int] = lambda step: batch_size  # samples of all ranks in a step
         self.may_miss_ranks = False
         """Whether some rank may have no sample in a step, and then not call the loss."""
+        self.is_restarted = False
+        """Whether an agent has restarted this rank, and so may know the peak of its device."""
         self.replay: ReplayCheck | None = None
         self.drops_gradients = False
         """Whether old gradients are dropped instead of zeroed.
@@ -239,7 +241,7 @@ class Stepper:
             with at(self._task.loss):
                 self._strategy.check_gradients()
         self._module.train()
-        is_told = self._world.position.restart > 0 and known.devices == self._world.size
+        is_told = self.is_restarted and known.devices == self._world.size
         device_flops = 0.0 if is_told else self._peak()
         # The time of this trial step, with its compilation, does not belong to the first real step.
         self.clock.pause()

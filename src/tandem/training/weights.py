@@ -19,11 +19,11 @@ from tandem import layout
 from tandem.checkpoint.decision import locate, warn_damaged
 from tandem.checkpoint.sharded import read_state
 from tandem.checkpoint.state import deserialize, serialize
-from tandem.data.datasets import one_line, torchvision_for
+from tandem.data.datasets import torchvision_for
 from tandem.distributed.strategy import Strategy
 from tandem.errors import CheckpointError, ConfigError, UnloadableError
 from tandem.paths import exists, is_file
-from tandem.text import did_you_mean, nearest
+from tandem.text import did_you_mean, nearest, one_line
 
 log = logging.getLogger("tandem.run")
 
@@ -39,17 +39,23 @@ VALID = (
 SHOWN = 4
 
 
-def read_weights(source: PurePath, download: bool) -> bytes:
-    """Return the tensors by name that `source` refers to, serialized. Raises ConfigError."""
+def _found(source: PurePath, download: bool) -> PurePath:
+    """Return the path that `source` refers to, after a download if it names torchvision's weights."""
     named = NAMED_WEIGHTS.fullmatch(str(source))
     # A file of that name wins over torchvision's weights.
     if named is not None and not (isinstance(source, Path) and exists(source)):
-        source = _torchvision_file(named[2], download)
+        return _torchvision_file(named[2], download)
     # No file has the name PATH@STEP, which `locate` reads.
-    elif isinstance(source, Path) and not exists(source) and "@" not in source.name:
+    if isinstance(source, Path) and not exists(source) and "@" not in source.name:
         raise ConfigError(
             f"--init-from: {source} does not exist (looked from {Path.cwd()}); expected {VALID}"
         )
+    return source
+
+
+def read_weights(source: PurePath, download: bool) -> bytes:
+    """Return the tensors by name that `source` refers to, serialized. Raises ConfigError."""
+    source = _found(source, download)
     try:
         if isinstance(source, Path) and is_file(source):
             return serialize(tensors_in(_state_in(source)))

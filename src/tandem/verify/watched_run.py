@@ -67,11 +67,7 @@ class WatchedRun:
         if kill.rank is None:
             self._kill_all()
         else:
-            victim = rank_processes(process.pid).get(kill.rank)
-            # The rank ended by itself after the last look.
-            if victim is None:
-                raise EndedFirstError
-            os.kill(victim, signal.SIGKILL)
+            _kill_rank(process.pid, kill.rank)
         # Read again: the run finished more steps before the signal arrived.
         return self._logged_step()
 
@@ -168,3 +164,12 @@ def rank_processes(launch: int) -> dict[int, int]:
     named = [each for each in below(launch) if each.name.startswith("tandem-rank-")]
     ranks = {each.pid for each in named}
     return {int(each.name.rpartition("-")[2]): each.pid for each in named if each.parent not in ranks}
+
+
+def _kill_rank(launch: int, rank: int) -> None:
+    """Kill a rank of the launch with this process ID."""
+    victim = rank_processes(launch).get(rank)
+    # The rank ended by itself after the last look.
+    if victim is None:
+        raise EndedFirstError
+    os.kill(victim, signal.SIGKILL)
