@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import time
 from typing import Any
 
@@ -97,8 +98,8 @@ def test_a_spare_takes_the_place_of_a_lost_node_which_comes_back_as_a_spare(
 
 
 def test_a_node_that_fails_three_times_is_left_out(runs: Runs, free_port: int) -> None:
-    undisturbed = runs.undisturbed(*FLAGS)
-    job = Job(runs, free_port, "left-out")
+    undisturbed = runs.undisturbed(*FLAGS, "--steps", 600)
+    job = Job(runs, free_port, "left-out", "--steps", 600)
     job.waits(2)
     for failures in (1, 2, 3):
         job.steps(10)
@@ -107,7 +108,11 @@ def test_a_node_that_fails_three_times_is_left_out(runs: Runs, free_port: int) -
     (left_out,) = job.events("node_left_out", 1)
     assert (left_out["node"], left_out["by"]) == (1, 2)
     job.waits(1)
-    assert job.state(2) != "spare"
+    runs.until(lambda: job.state(2) != "spare", "node 2 in its place")
+    job.steps(5)
+    command = [sys.executable, "-m", "tandem", "stacks", "left-out"]
+    code, said = runs.processes.run(command, cwd=runs.folder, env=runs.environment)
+    assert code == 0 and "rank 1" in said and "did not answer" not in said, said
     assert job.finish()["weights_sha256"] == undisturbed
 
 

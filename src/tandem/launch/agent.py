@@ -83,7 +83,7 @@ def run_agent(node: NodeContext) -> AgentReport:
     watchdog.on_exchange = inspector.look
     node.view.inspect_by(inspector.ask)
     watchdog.start()
-    places = places_of(node)
+    places = places_of(node, inspector.take_place)
     try:
         with InspectionSocket(node, inspector) if placement.node_rank == 0 else nullcontext():
             report = replace(_run_connections(node, watchdog, server, places), store=server)

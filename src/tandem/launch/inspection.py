@@ -390,6 +390,10 @@ class Inspector:
 
     # The other nodes' part.
 
+    def take_place(self, node_rank: int) -> None:
+        """Answer as this node of the world from now on: a spare has taken the place of a lost node."""
+        self._number = node_rank
+
     def look(self, store: TCPStore) -> None:
         """Begin what node 0 asks, and end what it no longer asks. Raises RuntimeError."""
         requests = _requests(bytes(store.get(KEY))) if store.check([KEY]) else []

@@ -108,8 +108,9 @@ class OwnPlace(Places):
     A thread reports to node 0 that this agent lives.
     """
 
-    def __init__(self, node: NodeContext) -> None:
+    def __init__(self, node: NodeContext, on_place: Callable[[int], None]) -> None:
         self._number = node.placement.node_rank
+        self._on_place = on_place
         self._token = uuid.uuid4().hex
         self._pause = _pause(node.placement)
         self._place = NO_PLACE
@@ -140,6 +141,7 @@ class OwnPlace(Places):
         self._place = place
         self._waits = False
         watchdog.take_place(place)
+        self._on_place(place)
         node.view.rejoining()
         return replace(node, placement=replace(node.placement, node_rank=place))
 
@@ -325,11 +327,14 @@ class AllPlaces(Places):
             self._view.show_spares(waiting)
 
 
-def places_of(node: NodeContext) -> Places:
-    """Return what assigns places on node 0, or asks for one on another node; without spares, neither."""
+def places_of(node: NodeContext, on_place: Callable[[int], None]) -> Places:
+    """Return what assigns places on node 0, or asks for one on another node; without spares, neither.
+
+    `on_place` is called with each place that this node gets.
+    """
     if node.placement.spares == 0:
         return Places()
-    return AllPlaces(node) if node.placement.node_rank == 0 else OwnPlace(node)
+    return AllPlaces(node) if node.placement.node_rank == 0 else OwnPlace(node, on_place)
 
 
 def _pause(placement: Placement) -> float:
