@@ -67,7 +67,8 @@ def train(rank: int, width: int, steps: int) -> dict[str, tuple[int, list[float]
     sys.path.insert(0, str(HERE))
     from tandem.config import Settings
     from tandem.distributed import strategy as strategies
-    from tandem.distributed.group import Position, ProcessGroup
+    from tandem.distributed.group import ProcessGroup
+    from tandem.distributed.position import Connection, Position
     from tandem.tasks.base import WholeTask
     from tandem.telemetry.clock import Clock
     from tandem.telemetry.meter import Costs
@@ -75,8 +76,9 @@ def train(rank: int, width: int, steps: int) -> dict[str, tuple[int, list[float]
     from wide_model import Wide
 
     torch.set_num_threads(1)
-    position = Position(rank=rank, world_size=2, nodes=2, init="master", master=("10.78.0.1", 29555))
-    world = ProcessGroup.open(position, torch.device("cpu"), LIMIT_SECONDS)
+    position = Position(rank=rank, world_size=2, nodes=2)
+    connection = Connection(init="master", master=("10.78.0.1", 29555))
+    world = ProcessGroup.open(position, connection, torch.device("cpu"), LIMIT_SECONDS)
     task, steppers, found = WholeTask(Wide(width)), {}, {}
     rows = task.build_datasets().train
     batch = rows.__getitems__(torch.arange(rank, BATCH, 2))

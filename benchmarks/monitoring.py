@@ -32,7 +32,8 @@ from torch.multiprocessing.spawn import spawn
 
 from table import save
 from tandem.config import Settings
-from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.group import ProcessGroup
+from tandem.distributed.position import Connection, Position
 from tandem.distributed.strategy import load
 from tandem.report.server import MetricsServer
 from tandem.tasks.base import WholeTask
@@ -94,8 +95,8 @@ def one_step(stepper: Stepper, micro_batches: list[Any], step: int) -> None:
 def open_world(rank: int, ranks: int, port: int) -> ProcessGroup:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    position = Position(rank=rank, world_size=ranks, init="master", master=("127.0.0.1", port))
-    return ProcessGroup.open(position, torch.device("cpu"), 300.0)
+    connection = Connection(init="master", master=("127.0.0.1", port))
+    return ProcessGroup.open(Position(rank=rank, world_size=ranks), connection, torch.device("cpu"), 300.0)
 
 
 def name_stragglers(rank: int, port: int, trials: int, output: str) -> None:

@@ -1,5 +1,7 @@
 """Generate the reference pages that follow from the code: cli.md, exit-codes.md and api.md.
 
+It also writes the tables at the end of configuration.md and metrics.md.
+
 python docs/reference.py
 """
 
@@ -13,12 +15,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tandem import cli, errors
+from tandem import cli, config, errors
 from tandem.config.show import EXIT_CODES
 from tandem.custom_loop import run
+from tandem.data.arrow_rows import arrow
 from tandem.data.datasets import Datasets
+from tandem.data.mixture import mix
+from tandem.data.parquet_files import parquet
 from tandem.data.token_files import tokens
 from tandem.tasks import base
+from tandem.telemetry import metrics
 
 DOCS = Path(__file__).parent
 CLI = """# Command line
@@ -103,7 +109,8 @@ def api_page() -> str:
     parts += [_entry(name, member, level=4) for name, member in _members(base.Task)]
     parts += [OPTIONAL, COLLATE]
     parts += [_entry(name, member, level=4) for name, member in _members(base.WholeTask)]
-    return "\n".join([*parts, DATA, _entry("Datasets", Datasets), _entry("tandem.data.tokens", tokens)])
+    readers = [_entry(f"tandem.data.{each.__name__}", each) for each in (arrow, mix, parquet, tokens)]
+    return "\n".join([*parts, DATA, _entry("Datasets", Datasets), *readers])
 
 
 def _block(text: str, language: str = "") -> str:
@@ -168,10 +175,19 @@ def _markdown(text: str) -> str:
     return "\n\n".join(parts)
 
 
+def with_end(page: str, end: str) -> str:
+    """Return a page with its generated end, which begins with the same line as before, replaced by `end`."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    head = end.partition("\n")[0]
+    return text[: text.index(f"\n{head}\n") + 1] + end
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
     "cli.md": cli_page,
     "exit-codes.md": exit_codes_page,
     "api.md": api_page,
+    "configuration.md": lambda: with_end("configuration.md", config.markdown()),
+    "metrics.md": lambda: with_end("metrics.md", metrics.markdown_table().strip() + "\n"),
 }
 
 if __name__ == "__main__":

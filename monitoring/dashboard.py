@@ -155,7 +155,7 @@ ROWS: dict[str, list[list[dict[str, object]]]] = {
             graph("Clipped steps", "percentunit", (f"{rate('tandem_grad_clips_total')} / {rate('tandem_steps_total')}", "{{instance}}")),
             graph("Skipped steps", "cps", (rate("tandem_steps_skipped_total"), "{{reason}}")),
             graph("Loss scale", "none", (series("tandem_loss_scale"), "{{instance}}")),
-            graph("Replica mismatches", "short", (series("tandem_replica_mismatches_total"), "{{instance}}")),
+            graph("Replica mismatches", "short", (series("tandem_replica_mismatches_total"), "{{instance}}"), (series("tandem_replay_mismatches_total"), "{{instance}} replay")),
         ],
     ],
     "Checkpoints": [

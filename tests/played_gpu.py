@@ -251,26 +251,26 @@ def _of_this_process() -> tuple[Played, Notes]:
     return mode, notes
 
 
-def run_rank(job: Any, position: Any, **more: Any) -> int:
+def run_rank(job: Any, start: Any, **more: Any) -> int:
     """rank/task.py's, on a played GPU."""
     import tandem.rank.task as real
 
     mode, notes = _of_this_process()
     with mode:
-        code = real.run_rank(job, position, **more)
+        code = real.run_rank(job, start, **more)
     folder = os.environ.get("PLAYED_GPU_NOTES")
     if folder:
-        path = Path(folder) / f"rank-{position.rank}.json"
+        path = Path(folder) / f"rank-{start.position.rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(vars(notes)))
     return code
 
 
-def warm_up(job: Any, position: Any = None) -> None:
+def warm_up(job: Any, expected: Any = None) -> None:
     import tandem.rank.task as real
 
     with _of_this_process()[0]:
-        real.warm_up(job, position)
+        real.warm_up(job, expected)
 
 
 def command(*words: object) -> list[str]:
@@ -293,10 +293,12 @@ def noted(folder: Path, rank: int = 0) -> Notes:
 
 
 def main() -> None:
-    import tandem.work.task as task
+    import played_gpu  # not __main__: this is sent to the fork server by name
+    import tandem.work.task as work
     from tandem.cli import main as tandem
 
-    task.RANK_FUNCTION = "played_gpu:run_rank"
+    work.rank_function = lambda: played_gpu.run_rank
+    work.warm_up = played_gpu.warm_up
     tandem()
 
 

@@ -148,7 +148,8 @@ class JsonShape:
 numbers = table_of(number)
 SUMMARY = JsonShape({
     "state": text, "reason": text, "task": text, "platform": text, "weights_sha256": text,
-    "optimizer": text, "schedule": text, "exit_code": count, "world_size": count, "nodes": count,
+    "optimizer": text, "schedule": text, "verdict": text,
+    "exit_code": count, "world_size": count, "nodes": count,
     "global_step": count, "samples_seen": count, "restarts": count, "planned_stops": count,
     "resumed_from_step": count, "last_checkpoint_step": count, "epoch": number, "loss": number, "lr": number,
     "samples_per_second": number, "wall_seconds": number, "eval": numbers,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tandem import __version__
 from tandem.errors import FINISHED, ConfigError, TandemError
 from tandem.text import did_you_mean, nearest
-from tandem.verbs import host, k8s, runs, tasks
+from tandem.verbs import host, k8s, live, runs, tasks
 from tandem.verbs.verb import Environment, Verb
 
 if TYPE_CHECKING:
@@ -171,6 +171,7 @@ def _completion_options(parser: "Parser") -> None:
 VERBS: Mapping[str, Verb] = {
     **tasks.VERBS,
     **runs.VERBS,
+    **live.VERBS,
     **host.VERBS,
     **k8s.VERBS,
     "completion": Verb(
@@ -180,8 +181,9 @@ VERBS: Mapping[str, Verb] = {
 
 GROUPS: Mapping[str, Sequence[str]] = {
     "Run": ("demo", "launch", "train", "cluster"),
-    "Write": ("init", "check"),
+    "Write": ("init", "check", "index"),
     "Inspect": ("runs", "page", "report", "checkpoints", "eval", "health", "doctor"),
+    "Look inside": ("stacks", "profile", "memory"),
     "Use": ("export", "track"),
     "Deploy": ("k8s",),
     "Prove": ("verify-resume", "bench", "kill"),

@@ -9,11 +9,13 @@
     ├── CrashLoopError          1    start after start has saved nothing new (never retried)
     ├── NonFiniteError          1    loss or gradients are not finite (never retried)
     ├── ReplicaMismatchError    1    the ranks' weights differ (never retried)
+    ├── ReplayMismatchError     1    a rank computes other bits than another does (never retried)
     ├── GpuLostError          134    a rank's GPU worked in an earlier generation, and does not now (retried)
     ├── RunFailedError          n    a run that this process started has ended with that code
     ├── StoppedError          137    stopped by a signal before a checkpoint could be written
     ├── StuckError            137    a process of the last generation cannot be killed
     ├── PeerLostError         200    another rank or the master is gone (retried)
+    ├── DataUnavailableError  200    a server of the training data does not answer (retried)
     └── SmallerBatchError     200    out of memory; all ranks restart with a smaller micro-batch (retried)
 
 The message of each is one line: what is wrong, what was expected, what to do.
@@ -141,6 +143,10 @@ class ReplicaMismatchError(TandemError):
     """A rank's weights differ from the other ranks'."""
 
 
+class ReplayMismatchError(TandemError):
+    """A rank computes other bits from a micro-batch than another rank does."""
+
+
 class GpuLostError(TandemError):
     """A rank's GPU worked in an earlier generation and does not work now."""
 
@@ -169,6 +175,12 @@ class StuckError(TandemError):
 
 class PeerLostError(TandemError):
     """Another rank, or the master, cannot be reached."""
+
+    exit_code: ClassVar[int] = PEER_LOST
+
+
+class DataUnavailableError(TandemError):
+    """Training data could not be read before a deadline, and a later start may read it."""
 
     exit_code: ClassVar[int] = PEER_LOST
 

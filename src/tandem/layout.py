@@ -11,6 +11,8 @@ EVENTS = "events.jsonl"
 HEALTH = "health.json"
 HEALTH_TEMPORARY = ".health.json.tmp"
 """The name of HEALTH while it is being written; a kill may leave it there."""
+INSPECTION = "inspection.json"
+"""In LOG: where node 0's agent listens for `tandem stacks`."""
 METRICS = "metrics.jsonl"
 METRICS_PAGE = "metrics.prom"
 REPORT = "report.html"
@@ -45,9 +47,11 @@ COPIED = (
 NOTES = frozenset((*COPIED, REPORT, HEALTH, HEALTH_TEMPORARY))
 """Names of the files that tandem writes about a run in its directory."""
 FOLDERS_OF_NOTES = {
-    LOG: re.compile(r"((rank|node)-\d+|tracker)\.log(\.1)?|(flight|ended)-.+\.json|stacks-rank-\d+\.txt"),
+    LOG: re.compile(
+        r"((rank|node)-\d+|tracker)\.log(\.1)?|(flight|ended)-.+\.json|inspection\.json|stacks-rank-\d+\.txt"
+    ),
     TENSORBOARD: re.compile(r"events\.out\.tfevents\..+"),
-    PROFILE: re.compile(r"rank-\d+\.json"),
+    PROFILE: re.compile(r"rank-\d+\.json|steps-\d+-\d+\.json|memory-rank-\d+\.pickle"),
     WANDB: re.compile(r"(offline-)?run-.+|latest-run|debug(-internal)?\.log|settings"),
 }
 """Directories next to them, with the names of files that tandem and wandb write there.
@@ -87,6 +91,16 @@ def profile(rank: int) -> str:
 def array_note(array: str) -> str:
     """The file that records which task of a job array owns the run."""
     return f"array-{array}"
+
+
+def merged_profile(first: int, last: int) -> str:
+    """The trace of all ranks in PROFILE that `tandem profile` writes."""
+    return f"steps-{first}-{last}.json"
+
+
+def memory_snapshot(rank: int) -> str:
+    """The name of a GPU's allocator snapshot in PROFILE that `tandem memory` writes."""
+    return f"memory-rank-{rank}.pickle"
 
 
 def begun_note(job: str) -> str:

@@ -20,6 +20,7 @@ from typing import Any, TextIO
 
 from tandem import rotation
 from tandem.errors import ConfigError, text_of
+from tandem.text import with_type
 from tandem.timeouts import SILENCE_SECONDS, SOON_SECONDS
 
 log = logging.getLogger("tandem.start")
@@ -303,7 +304,7 @@ def reporting(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        message = f"{type(error).__name__}: {text_of(error)}"
+        message = with_type(error)
         logging.getLogger(LOGGER_NAME).warning(
             "cannot %s (%s); this does not change the run's exit code", what, message
         )

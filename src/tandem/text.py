@@ -1,7 +1,12 @@
-"""Format numbers, paths and suggestions for people. JSON output has plain values."""
+"""Format numbers, paths, suggestions and errors for people. JSON output has plain values."""
 
 from collections.abc import Iterable
 from pathlib import Path, PurePath
+
+from tandem.errors import text_of
+
+MOST_CHARACTERS = 2000
+"""How many characters of an error a message has at most."""
 
 
 def format_duration(seconds: float) -> str:
@@ -38,3 +43,24 @@ def nearest(name: str, known: Iterable[str], least: float = 0.6) -> str | None:
 def did_you_mean(meant: str | None, otherwise: str = "") -> str:
     """Return the part of a message about an unknown name that suggests the one that was meant, if any."""
     return f"; did you mean {meant}?" if meant else otherwise
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or the error's type if it has no text."""
+    return (text_of(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return all of an error's text in one line: NCCL's reason is at the end, after c10d's own text."""
+    lines = [line.strip() for line in text_of(error).splitlines() if line.strip()]
+    return "; ".join(lines)[:MOST_CHARACTERS] or type(error).__name__
+
+
+def with_type(error: BaseException) -> str:
+    """Return `ValueError: TEXT`, as the end of a traceback shows an error."""
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
+def one_line(error: BaseException) -> str:
+    """Return `with_type` of another library's error without line breaks."""
+    return " ".join(with_type(error).split()).rstrip(": ")

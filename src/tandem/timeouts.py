@@ -41,6 +41,16 @@ SLOW_RANKS_SECONDS = 5.0
 """Between two comparisons of a script's ranks on node 0. A rank marked in six of them is reported."""
 STACKS_SECONDS = 2.0
 """How long to wait for the stacks of hung ranks; writing them takes milliseconds."""
+LOCAL_ANSWER_SECONDS = 1.1
+"""For the stacks of a node's ranks (launch/inspection.py), so that `tandem stacks` takes less than 2 s."""
+ANSWER_SECONDS = 1.6
+"""For the stacks of all nodes: as above, and a round of the watchdog's exchange in each direction."""
+PROFILE_SECONDS = 600.0
+"""For the steps of `tandem profile`: an evaluation or a save may come between them."""
+MEMORY_SECONDS = 20.0
+"""For the answer of `tandem memory` after the seconds that were asked for: a snapshot may have megabytes."""
+NATIVE_SECONDS = 20.0
+"""For py-spy, which reads torch's symbols: a second on an idle machine."""
 NO_ANSWER_SECONDS = 0.5
 """A rank that has not written its stacks by then runs no Python, so its handler in C is used."""
 
@@ -101,6 +111,11 @@ AT_ONCE_SECONDS = 3.0
 
 SAVE_AGAIN_SECONDS = 2.0
 """Before each further attempt to save the last step, at most three: a full volume may be freed meanwhile."""
+
+SHARDS_POLL_SECONDS = 0.02
+"""Between two looks whether the other ranks have written their shards: one small request to the store."""
+SHARDS_LEFT_SECONDS = 8.0
+"""The time for the other ranks' shards once a run has failed; the agent waits longer for ranks to end."""
 
 # Crash loops: starts that save nothing new (run/crash_loop.py)
 
@@ -221,6 +236,21 @@ TRACKER_END_SECONDS = 30.0
 TRACKER_REQUEST_SECONDS = 8
 """For a request to MLflow, unless MLFLOW_HTTP_REQUEST_TIMEOUT is set; MLflow's own default is 120."""
 
+# Messages to a webhook, and to Kubeflow Trainer (report/sender.py)
+
+OUTGOING_REQUEST_SECONDS = 10.0
+"""For the answer to one request; no rank and no agent waits for it."""
+OUTGOING_RETRY_SECONDS = 2.0
+"""Before the second attempt after a failure that may pass; the pause doubles."""
+OUTGOING_END_SECONDS = 15.0
+"""For the last messages at the end of a launch: one pause of TRAINER_SECONDS, and one request."""
+STOPPED_END_SECONDS = 7.0
+"""The same after a stop signal, within the platform's grace period."""
+TRAINER_SECONDS = 5.0
+"""Between two requests to Kubeflow Trainer's status endpoint, which asks for no more (KEP-2779)."""
+SAME_CAUSE_SECONDS = 600.0
+"""A webhook gets at most one message about the same event and cause in this time."""
+
 # Replicas of Compose (platforms/replica.py)
 
 RESOLVER_SECONDS = 2.0
@@ -247,3 +277,21 @@ CHECK_SECONDS = 600.0
 
 TOOL_ANSWER_SECONDS = 20.0
 """For `tandem doctor`: another program's --version or --help."""
+
+# Blocks of data from object stores (data/ranges.py, data/block_cache.py, data/block_fetcher.py)
+
+BLOCK_DEADLINE_SECONDS = 60.0
+"""Attempts to read a block last this long, unless `tar_blocks` says otherwise: less than an idle hang."""
+BLOCK_STALL_SECONDS = 10.0
+"""A server that sends nothing for so long is asked again on a new connection."""
+BLOCK_BACKOFF_SECONDS = 0.1
+"""The pause after the first failed request for a block; it doubles, up to LONGEST_BLOCK_BACKOFF_SECONDS."""
+LONGEST_BLOCK_BACKOFF_SECONDS = 5.0
+BLOCK_ROOM_SECONDS = 0.1
+"""Between two checks whether a full cache has room for a block that is read ahead."""
+BLOCK_POLL_SECONDS = 0.02
+"""The longest pause between two looks of a reader for its block, at most a tenth of a request."""
+BLOCK_AGAIN_SECONDS = 1.0
+"""A reader asks for its block again after this: the cache may have evicted it before the reader looked."""
+BLOCK_PARENT_SECONDS = 1.0
+"""Between two checks of the fetching process whether its rank is there."""

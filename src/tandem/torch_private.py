@@ -20,6 +20,8 @@ does not exist in 2.6.
 | `DynamicRendezvousHandler._stop_heartbeats` | the engine may report a lost store at the end |
 | `_RendezvousExitOp`, `_op_executor` | an elastic job continues 5 s after a node has left, not at once |
 | `_workers`, `_shutdown`, `_remove_worker_pids` of a DataLoader | a rank that fails waits for its loaders |
+| `autograd._profiler_enabled` | two profilers at once are reported in torch's words |
+| `cuda.memory._snapshot`, `_record_memory_history` | `tandem memory` has no snapshot of GPUs |
 | `torch._dynamo.callback_handler` | a later compilation counts as part of its phase |
 | `torch._inductor.config.deterministic` | --deterministic: a new container may compile other kernels |
 | `distributed_c10d._world.pg_map` | the store of a group is known by MASTER_ADDR and MASTER_PORT alone |
@@ -37,6 +39,7 @@ version checked.
 import contextlib
 import inspect
 import json
+import os
 import sys
 import threading
 import time
@@ -350,3 +353,32 @@ def without_prefixes(store: Any) -> Any:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
+
+
+def is_profiling() -> bool:
+    """Return whether a profiler of torch records the calling thread."""
+    enabled = getattr(torch.autograd, "_profiler_enabled", None)
+    return bool(enabled is not None and enabled())
+
+
+def quiet_profiler() -> None:
+    """Keep the profiler from printing its own log lines, which it reads its level for at its first use.
+
+    Without a GPU, a CUDA build prints an error that means nothing for a profile of the CPU.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
+def memory_snapshot(while_recorded: Callable[[], None]) -> Any:
+    """Return the CUDA allocator's snapshot, with the Python lines of allocations in `while_recorded`.
+
+    pytorch.org/memory_viz shows it. Ends a recording that the program has started itself.
+    """
+    memory: Any = torch.cuda.memory
+    record = getattr(memory, "_record_memory_history", lambda *_, **__: None)
+    record(stacks="python")
+    try:
+        while_recorded()
+        return getattr(memory, "_snapshot", lambda: None)()
+    finally:
+        record(enabled=None)

@@ -10,7 +10,7 @@ from small_runs import TASK, Runs
 
 from program_files import program_text
 from tandem.config import Settings
-from tandem.distributed.group import Position
+from tandem.distributed.position import Connection, Position
 from tandem.errors import ConfigError
 from tandem.verify.check import TaskParts, compared, facts_of_ranks
 from tandem.verify.probe import facts_of
@@ -34,7 +34,7 @@ def line(name: str, within: str = "") -> int:
 
 
 def told(tasks: Path, name: str) -> list[str]:
-    facts = facts_of(Settings().replace(task=f"{tasks}:{name}"), Position())
+    facts = facts_of(Settings().replace(task=f"{tasks}:{name}"), Position(), Connection())
     return [f"{each.level} {each.location}{each.text}" for each in compared([facts, facts])]
 
 
@@ -124,5 +124,5 @@ def test_each_part_is_said_when_it_begins_with_the_time_that_is_left() -> None:
 
 def test_a_file_that_is_not_there_is_named(runs: Runs) -> None:
     with pytest.raises(ConfigError, match=re.escape("nowhere.py does not exist")):
-        facts_of(Settings().replace(task="nowhere.py"), Position())
+        facts_of(Settings().replace(task="nowhere.py"), Position(), Connection())
     assert not dist.is_initialized()

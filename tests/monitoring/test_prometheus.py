@@ -26,6 +26,13 @@ NO_SAMPLE_HERE = {
     "tandem_data_errors": "from the first sample that cannot be read",
     "tandem_tokens": "where a task gives a sum named tokens",
     "tandem_tokens_per_second": "where a task gives a sum named tokens",
+    "tandem_block_requests": "where blocks are read from an object store",
+    "tandem_block_bytes": "where blocks are read from an object store",
+    "tandem_block_cache_hits": "where blocks are read from an object store",
+    "tandem_block_wait_seconds": "where blocks are read from an object store",
+    "tandem_blocks_ahead": "where blocks are read from an object store",
+    "tandem_block_cache_bytes": "where blocks are read from an object store",
+    "tandem_outgoing_requests": "with --notify, or where Kubeflow Trainer asks for progress",
     "tandem_collect_errors": "from the first metric sample that could not be used",
 }
 NO_DATA_HERE = {

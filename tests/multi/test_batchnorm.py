@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from patience import patient
 from program_files import program_text
 from tandem.distributed.batchnorm import SynchronizedBatchNorm
-from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.group import ProcessGroup
+from tandem.distributed.position import Connection, Position
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 
@@ -143,10 +144,9 @@ def oddities(group: ProcessGroup, _folder: Path) -> dict[str, Any]:
 
 def work(rank: int, size: int, port: int, what: Any, folder: Path) -> None:
     torch.set_num_threads(1)
-    position = Position(
-        rank=rank, local_rank=rank, world_size=size, init="master", master=("127.0.0.1", port)
-    )
-    group = ProcessGroup.open(position, torch.device("cpu"), LIMIT_SECONDS)
+    position = Position(rank=rank, local_rank=rank, world_size=size)
+    connection = Connection(init="master", master=("127.0.0.1", port))
+    group = ProcessGroup.open(position, connection, torch.device("cpu"), LIMIT_SECONDS)
     torch.save(what(group, folder), folder / f"{rank}.pt")
     group.sum([0.0])
     os._exit(0)
@@ -203,6 +203,6 @@ def test_a_loop_of_ones_own_honours_the_setting(
 
 
 def test_one_rank_keeps_its_layers() -> None:
-    group = ProcessGroup(Position(rank=0, local_rank=0, world_size=1, init="alone"), torch.device("cpu"))
+    group = ProcessGroup(Position(), torch.device("cpu"))
     model = nn.BatchNorm1d(3)
     assert type(group.synchronize_batchnorm(model)) is nn.BatchNorm1d

@@ -17,8 +17,9 @@ import tandem
 from program_files import program_text
 from tandem.config import Settings
 from tandem.config.slices import LaunchConfig
-from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.group import ProcessGroup
 from tandem.distributed.group_store import check_fresh
+from tandem.distributed.position import Connection, Position
 from tandem.errors import ConfigError
 from tandem.platforms.placement import detect
 
@@ -108,9 +109,9 @@ def test_a_taken_port_and_a_used_file_are_said_in_one_line(tmp_path: Path, free_
     with socket.socket() as other:
         other.bind(("127.0.0.1", free_port))
         other.listen()
-        position = Position(world_size=2, init="master", master=("127.0.0.1", free_port))
+        connection = Connection(init="master", master=("127.0.0.1", free_port))
         with pytest.raises(ConfigError, match=f"port {free_port}, .* in use .* another MASTER_PORT"):
-            ProcessGroup.open(position, torch.device("cpu"), 5)
+            ProcessGroup.open(Position(world_size=2), connection, torch.device("cpu"), 5)
     used = tmp_path / "used"
     used.write_text("addresses")
     check_fresh(used, time.time())

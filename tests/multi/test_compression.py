@@ -23,7 +23,8 @@ from tandem.config import Settings
 from tandem.config.slices import ComputeConfig, ExchangeConfig
 from tandem.custom_loop.limits import check_settings
 from tandem.distributed import strategy as strategies
-from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.group import ProcessGroup
+from tandem.distributed.position import Position
 from tandem.distributed.replica import PiggybackedValues, Replica
 from tandem.distributed.strategy import check_together
 from tandem.errors import ConfigError

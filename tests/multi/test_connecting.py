@@ -14,7 +14,7 @@ from patience import patient
 from played_gpu import play
 from tandem.config import Settings
 from tandem.distributed.group_store import announce, check_same_kind, open_store, timeout_message
-from tandem.distributed.position import Position
+from tandem.distributed.position import Connection, Position, RankStart
 from tandem.log import setup
 from tandem.rank.session import RankSession
 
@@ -22,16 +22,20 @@ pytestmark = pytest.mark.multi
 LIMIT_SECONDS = 120
 
 
-def position_of(rank: int, port: int) -> Position:
-    """Of two ranks, each on a node of its own, at a store that the test hosts as an agent would."""
-    place = ("127.0.0.1", port, "world")
-    return Position(rank=rank, world_size=2, node_rank=rank, nodes=2, node_name=f"n{rank}", store=place)
+def position_of(rank: int) -> Position:
+    """Of two ranks, each on a node of its own."""
+    return Position(rank=rank, world_size=2, node_rank=rank, nodes=2, node_name=f"n{rank}")
+
+
+def connection_at(port: int) -> Connection:
+    """To a store that the test hosts as an agent would."""
+    return Connection(store=("127.0.0.1", port, "world"))
 
 
 def comes_not(rank: int, port: int, kind: str) -> None:
     """A rank that has met the other, and stands still then."""
-    position = position_of(rank, port)
-    store = open_store(position, timedelta(seconds=LIMIT_SECONDS))
+    position = position_of(rank)
+    store = open_store(position, connection_at(port), timedelta(seconds=LIMIT_SECONDS))
     announce(store, position)
     check_same_kind(store, position, kind)
     time.sleep(LIMIT_SECONDS)
@@ -50,7 +54,8 @@ def opens(rank: int, port: int, kind: str, seconds: float, log: Path, is_stuck: 
     if is_stuck:
         torch.distributed.init_process_group = reaches_nobody
     settings = Settings().replace(device=kind, run_dir=log.parent)
-    session = RankSession(settings, replace(position_of(rank, port), patience=seconds))
+    connection = replace(connection_at(port), patience=seconds)
+    session = RankSession(settings, RankStart(position_of(rank), connection))
     session.join()
     time.sleep(seconds + 1)  # the limit is that of the start alone
     session.world.sum([1.0])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from program_files import program_text
 from tandem import cli
+from tandem.checkpoint.state import weights_sha256
 from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import ConfigError
 from tandem.launch.eval_command import format_scores
@@ -128,6 +129,23 @@ def test_the_weights_are_those_of_the_run_without_tandem(
     model.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True)["model"])
     expected: Tensor = model.eval()(torch.linspace(-1, 1, 80).reshape(10, 8))
     assert torch.equal(torch.load(answer), expected)
+
+
+def test_dcp_reads_what_it_is_given(tandem: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from torch.distributed import checkpoint
+
+    folder = tmp_path / "weights.dcp"
+    command = [str(folder_of(tandem) / "run"), "--format", "dcp", "--output", str(folder)]
+    assert cli.run("export", command, {}) == 0
+    written = sum(path.stat().st_size for path in folder.iterdir())
+    assert f"{written:,} bytes" in capsys.readouterr().out
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    state = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    checkpoint.load(state, checkpoint_id=folder, no_dist=True)
+    summary = json.loads((folder_of(tandem) / "run" / "summary.json").read_text())
+    assert weights_sha256(state) == summary["weights_sha256"]
+    with pytest.raises(ConfigError, match="already exists"):
+        cli.run("export", command, {})
 
 
 @pytest.mark.slow

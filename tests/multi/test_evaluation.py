@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from patience import patient
 from tandem.data.datasets import TensorRows
-from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.group import ProcessGroup
+from tandem.distributed.position import Connection, Position
 from tandem.distributed.strategy import load
 from tandem.tasks.base import WholeTask
 from tandem.training.evaluate import Evaluation
@@ -90,15 +91,9 @@ class ByOutputs(ByLoss):
 
 def work(rank: int, size: int, port: int, folder: str, samples: int, batch_size: int) -> None:
     torch.set_num_threads(1)
-    position = Position(
-        rank=rank,
-        local_rank=rank,
-        world_size=size,
-        ranks_on_host=size,
-        init="master" if size > 1 else "alone",
-        master=("127.0.0.1", port),
-    )
-    world = ProcessGroup.open(position, torch.device("cpu"), LIMIT_SECONDS)
+    position = Position(rank=rank, local_rank=rank, world_size=size, ranks_on_host=size)
+    connection = Connection(init="master" if size > 1 else "alone", master=("127.0.0.1", port))
+    world = ProcessGroup.open(position, connection, torch.device("cpu"), LIMIT_SECONDS)
     model = trained_model()
     if rank:  # a rank's own statistics must not show: evaluation takes rank 0's
         batch_norm = model[1]

@@ -14,7 +14,8 @@ from needs import require_strategy
 from tandem.distributed import group as groups
 from tandem.distributed import strategy as strategies
 from tandem.distributed.devices import choose_devices
-from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.group import ProcessGroup
+from tandem.distributed.position import Position
 from tandem.errors import ConfigError
 from tandem.tasks.base import WholeTask
 from tandem.tasks.build import model_of

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.group import ProcessGroup
+from tandem.distributed.position import Connection, Position
 from tandem.distributed.whole_state import broadcast_state
 
 pytestmark = pytest.mark.multi
@@ -37,8 +38,9 @@ def large() -> dict[str, Any]:
 
 def work(rank: int, meeting: str, answers: Any) -> None:
     torch.set_num_threads(1)
-    position = Position(rank=rank, local_rank=rank, world_size=2, init=f"file://{meeting}")
-    world = ProcessGroup.open(position, torch.device("cpu"), LIMIT_SECONDS)
+    position = Position(rank=rank, local_rank=rank, world_size=2)
+    connection = Connection(init=f"file://{meeting}")
+    world = ProcessGroup.open(position, connection, torch.device("cpu"), LIMIT_SECONDS)
     same = _same(broadcast_state(world, small() if rank == 0 else None, {}), small())
     whole = large() if rank == 0 else None
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

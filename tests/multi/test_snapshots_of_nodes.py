@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tandem.checkpoint.decision import ResumeDecision
 from tandem.checkpoint.node_memory import NodeMemory
 from tandem.checkpoint.state import serialize
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.slices import CheckpointConfig
-from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.group import ProcessGroup
+from tandem.distributed.position import Connection, Grant, Position
 from tandem.distributed.whole_state import SMALL_BYTES, Rank0Values
 from tandem.training.resume import ResumePoint, begin
 from tandem.training.saving import Saver
@@ -54,25 +54,24 @@ class Node:
 
     def __init__(self, rank: int, folder: Path) -> None:
         self.store = CheckpointStore(folder / "checkpoints")
-        self.position = Position(
-            rank=rank, world_size=RANKS, node_rank=rank, nodes=RANKS, init=f"file://{folder / 'meeting'}"
-        )
-        self.world = ProcessGroup.open(self.position, torch.device("cpu"), LIMIT_SECONDS)
+        self.position = Position(rank=rank, world_size=RANKS, node_rank=rank, nodes=RANKS)
+        connection = Connection(init=f"file://{folder / 'meeting'}")
+        self.world = ProcessGroup.open(self.position, connection, torch.device("cpu"), LIMIT_SECONDS)
         self.loses_memory()
 
     def loses_memory(self) -> None:
-        self.position = dataclasses.replace(self.position, memories=(NodeMemory(), NodeMemory()))
-        self.world.position = self.position
+        self.grant = Grant(memories=(NodeMemory(), NodeMemory()))
 
     def begins(self, restart: int = 1, resume: str = "auto") -> ResumePoint:
-        self.world.position = dataclasses.replace(self.position, restart=restart)
+        grant = dataclasses.replace(self.grant, restart=restart)
         config = CheckpointConfig(resume=resume)
-        return begin(self.world, self.store, config, ResumeDecision("fresh"), RECORDER, False)
+        return begin(self.world, self.store, config, grant, RECORDER, False)
 
     def saver(self, learner: Learner, found: ResumePoint) -> Saver:
         directory = SimpleNamespace(checkpoints=self.store, push=None)
         facts = cast(Any, SimpleNamespace(directory=directory, world=self.world))
-        return Saver(CheckpointConfig(), facts, learner, RECORDER, found.slot, None, found.generation)
+        slots = found.slot, None
+        return Saver(CheckpointConfig(), facts, learner, RECORDER, self.grant, *slots, found.generation)
 
     def trains(self, found: ResumePoint, until: int) -> None:
         learner = Learner(self.world.rank)
@@ -140,7 +139,7 @@ def chooses(node: Node) -> dict[str, Any]:
                 directory=SimpleNamespace(checkpoints=node.store, push=None),
                 world=SimpleNamespace(position=dataclasses.replace(node.position, nodes=1), is_first=False),
             )),
-            wrong := Learner(7), RECORDER, None, None, 5,
+            wrong := Learner(7), RECORDER, node.grant, None, None, 5,
         )  # fmt: skip
         wrong.step = 4
         alone.snapshot(4, has_lines=False)

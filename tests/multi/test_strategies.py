@@ -20,7 +20,8 @@ from patience import patient
 from tandem.config import Settings
 from tandem.data.datasets import TensorRows
 from tandem.distributed import strategy as strategies
-from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.group import ProcessGroup
+from tandem.distributed.position import Connection, Position
 from tandem.errors import ConfigError
 from tandem.tasks.base import WholeTask
 from tandem.telemetry.clock import Clock
@@ -224,9 +225,9 @@ def work(rank: int, size: int, port: int, name: str, what: Any, folder: Path) ->
     torch.set_num_threads(1)
     position = Position(
         rank=rank, local_rank=rank, world_size=size,
-        init="master" if size > 1 else "alone", master=("127.0.0.1", port),
     )  # fmt: skip
-    group = ProcessGroup.open(position, torch.device("cpu"), LIMIT_SECONDS)
+    connection = Connection(init="master" if size > 1 else "alone", master=("127.0.0.1", port))
+    group = ProcessGroup.open(position, connection, torch.device("cpu"), LIMIT_SECONDS)
     torch.save(what(group, name, folder), folder / f"{name}-{size}-{rank}.pt")
     group.sum([0.0])
     os._exit(0)

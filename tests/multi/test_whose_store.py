@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tandem.data.datasets import one_line
-from tandem.distributed.group import first_line, in_one_line
 from tandem.distributed.peers import is_gpu_failure, is_peer_loss
+from tandem.text import first_line, in_one_line, one_line
 
 SHORT = timedelta(seconds=0.5)
 

@@ -1,10 +1,11 @@
 import multiprocessing.forkserver
 import os
+import posixpath
 import signal
 import sys
 from pathlib import Path
 
-from agent import Place, Workers, start_fork_server
+from agent import Workers, start_as, start_fork_server
 
 if __name__ == "__main__":
     start_fork_server([], Path(sys.argv[1]))
@@ -14,7 +15,7 @@ if __name__ == "__main__":
     os.mkdir("here")
     os.chdir("here")
     Path("random.py").write_text("open('was-run', 'w')")
-    workers = Workers("posixpath:join", "", [])
-    workers.start({0: Place()})
+    workers = Workers(posixpath.join, "", [])
+    workers.start({0: start_as()})
     workers.wait(80)
     print(workers.kill())

@@ -2,7 +2,8 @@ import sys
 import time
 from pathlib import Path
 
-from agent import Place, Workers, start_fork_server
+import bound
+from agent import Workers, start_as, start_fork_server
 
 from tandem.work.base import gpu_index
 
@@ -13,11 +14,11 @@ def warm():
 
 if __name__ == "__main__":
     start_fork_server([], Path(sys.argv[1]))
-    workers = Workers("bound:rank", None, [], "bound:warm_up", gpu_index)
+    workers = Workers(bound.rank, None, [], bound.warm_up, gpu_index)
     for number, ranks in ((1, (0, 1)), (2, (3, 2)), (3, (0, 1))):
         ready = warm()
         pids = workers.start(
-            {gpu: Place(rank=rank, local_rank=gpu, nodes=number) for gpu, rank in enumerate(ranks)}
+            {gpu: start_as(rank=rank, local_rank=gpu, nodes=number) for gpu, rank in enumerate(ranks)}
         )
         while not set(pids.values()) <= warm().keys():
             time.sleep(0.01)

@@ -16,7 +16,7 @@ def sleeps(said):
     time.sleep(300)
 
 
-def rank(job, position):
+def rank(job, start):
     StopFlag().install()
     own = multiprocessing.get_context("forkserver")
     said = own.SimpleQueue()

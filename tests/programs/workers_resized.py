@@ -2,17 +2,18 @@ import sys
 import time
 from pathlib import Path
 
-from agent import Place, Workers, start_fork_server
+import bound
+from agent import Workers, start_as, start_fork_server
 from generations import warm
 
 from tandem.work.base import rank_identity
 
 if __name__ == "__main__":
     start_fork_server([], Path(sys.argv[1]))
-    workers = Workers("bound:rank", None, [], "bound:warm_up", rank_identity)
+    workers = Workers(bound.rank, None, [], bound.warm_up, rank_identity)
     for size in (1, 2, 2):
         ready = warm()
-        pids = workers.start({0: Place(world_size=size)})
+        pids = workers.start({0: start_as(world_size=size)})
         print(len(ready.keys() & set(pids.values())))
         while not warm().keys() - ready.keys() - set(pids.values()):
             workers.stand_by(1)

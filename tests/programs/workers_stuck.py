@@ -3,7 +3,8 @@ import logging
 import sys
 from pathlib import Path
 
-from agent import Place, Workers, start_fork_server
+import late
+from agent import Workers, start_as, start_fork_server
 
 from tandem.launch import workers as module
 
@@ -20,8 +21,8 @@ if __name__ == "__main__":
     logging.basicConfig(format="%(message)s")
     module.KILLED_SECONDS = 1.0  # type: ignore[attr-defined]
     start_fork_server([], Path(sys.argv[1]))
-    workers = Workers("late:rank", None, [])
-    pids = workers.start({0: Place(), 1: Place(rank=1, local_rank=1)})
+    workers = Workers(late.rank, None, [])
+    pids = workers.start({0: start_as(), 1: start_as(rank=1, local_rank=1)})
     if ptrace(PTRACE_SEIZE, pids[1], PTRACE_O_TRACEEXIT):  # it will stop in the kernel, on its way out
         sys.exit("no ptrace")
     print(workers.kill(), pids[1])

@@ -4,19 +4,26 @@ import importlib
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from servers import SERVERS, ObjectServer
 
 from tandem.checkpoint.decision import checkpoints_of, locate
 from tandem.checkpoint.listing import list_checkpoints
 from tandem.checkpoint.retention import Retention
-from tandem.checkpoint.storage import _made
+from tandem.checkpoint.sharded import divided, file_name, read_rows, read_state, write_parts
+from tandem.checkpoint.shards import shard
+from tandem.checkpoint.state import serialize
+from tandem.checkpoint.storage import _made, remote_at
 from tandem.checkpoint.storage.notes import notes_at
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.address import address
 from tandem.errors import CheckpointError, ConfigError, RunTakenError
 from tandem.run.lease import LeaseRecord, acquire, fence
+from tandem.training.shards import check_shared
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -54,6 +61,66 @@ def test_a_missing_library_is_one_line(
     with pytest.raises(ConfigError, match=f"{scheme}:// needs a library that") as caught:
         CheckpointStore(address(f"{scheme}://bucket/run"))
     assert str(caught.value).endswith(install) and "\n" not in str(caught.value)
+
+
+def test_a_sharded_life_on_an_object_store(store_address: str) -> None:
+    where = address(f"{store_address}/checkpoints")
+    store = CheckpointStore(where)
+    values = torch.arange(21.0).view(7, 3)
+
+    def save(step: int, ranks: int, publishes: bool = True) -> None:
+        place = store.begin(step)
+        files = {}
+        for rank in range(ranks):
+            other = CheckpointStore(where)  # of another node
+            rows = values[rank::ranks][:0] if rank else values  # rank 0 has them all
+            rest, parts = divided({"model": {"w": shard((7, 3), 0, rows)}})
+            index = dict[str, Any]()
+            name, entry = other.add(
+                other.place(place.name), file_name(rank, ranks),
+                lambda sink, parts=parts, index=index: index.update(write_parts(parts, sink)),
+            )  # fmt: skip
+            files[name] = {**entry, **index}
+        name, entry = store.add(place, "state.pt", serialize({**rest, "step": step}))
+        if publishes:
+            store.publish(step, place, {**files, name: entry}, {})
+
+    save(1, 2)
+    save(2, 3, publishes=False)
+    assert store.steps() == [1] and store.without_manifest() == []
+    save(2, 3)
+    store.verify(2)
+    assert len(store.manifest(2)["files"]) == 4
+    assert torch.equal(read_state(store, 2)[0]["model"]["w"], values)
+    part = read_rows(store, 2, lambda length: (5, 2))[0]["model"]["w"]
+    assert torch.equal(part["values"], values[5:])
+    save(2, 1)  # the same step again: the other ranks' objects are gone
+    assert len(store._list()[2]) == 3
+    name = next(name for name in store.manifest(2)["files"] if name.startswith("shard"))
+    store._storage.write(store.path(2) / name, b"rotten")  # type: ignore[attr-defined]
+    found = store.newest(lambda step: read_state(store, step), lambda *_: None)
+    assert found is not None and found[0] == 1 and store.set_aside() == ["corrupt-step-000000002-1"]
+    assert store.prune(Retention(1)) == []
+
+
+def test_nodes_find_that_they_share_an_object_store(store_address: str) -> None:
+    where = address(f"{store_address}/run")
+    name = ".tmp-shared-1"
+
+    def world(node: int, answers: list[Any]) -> Any:
+        return SimpleNamespace(
+            position=SimpleNamespace(nodes=2, local_rank=0, node_rank=node), is_first=node == 0, rank=node,
+            broadcast_json=lambda told: told if node == 0 else [name, ""],
+            gather_json=lambda told: [told, *answers],
+        )  # fmt: skip
+
+    check_shared(world(0, []), where)
+    with pytest.raises(ConfigError, match="node 1 cannot write to the run directory"):
+        check_shared(world(1, []), where)
+    remote_at(where).write(where / name, b"shared")
+    check_shared(world(1, []), where)
+    remote_at(where).delete(where, [name])
+    assert remote_at(where).list(where) == {} and remote_at(where).read(where / name) is None
 
 
 def test_a_life_on_an_object_store(store_address: str) -> None:

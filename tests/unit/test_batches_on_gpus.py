@@ -12,11 +12,12 @@ from played_gpu import Notes
 from tandem.data import loader
 from tandem.data.loader import batch_size_of, moved, parts_of, to_device
 from tandem.distributed import strategy as strategies
-from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.group import ProcessGroup
+from tandem.distributed.position import Position
 from tandem.errors import ConfigError
 from tandem.training.buffers import KeptBuffers
+from tandem.training.loading import on_their_devices
 from tandem.training.nonfinite import Guard
-from tandem.training.resume import on_their_devices
 
 GPU, META = torch.device("cuda", 0), torch.device("meta")
 Pair = namedtuple("Pair", "x y")
@@ -38,7 +39,7 @@ KINDS = [
 
 
 def tensors(batch: Any) -> list[torch.Tensor]:
-    return list(loader._tensors_of(batch))
+    return list(loader.tensors_of(batch))
 
 
 @pytest.mark.parametrize("batch", KINDS, ids=lambda batch: type(batch).__name__)

@@ -47,7 +47,7 @@ def test_bash_completes_verbs_flags_and_words(in_bash: Callable[..., set[str]]) 
     assert in_bash("tandem", "train", "--optimizer", "=", "ad") == {"adam", "adamw"}
     assert in_bash("tandem", "train", "--optimizer", "=") == {"sgd", "adam", "adamw"}
     assert in_bash("tandem", "checkpoints", "") == {"ls", "verify", "prune"}
-    assert in_bash("tandem", "export", "run", "--format", "") == {"safetensors", "torch", "onnx", "hf"}
+    assert in_bash("tandem", "export", "run", "--format", "") == {"safetensors", "torch", "dcp", "onnx", "hf"}
     assert in_bash("tandem", "completion", "z") == {"zsh"}
     assert {"--no-compile", "--help", "--config"} <= in_bash("tandem", "launch", "digits", "--")
 

@@ -110,6 +110,12 @@ def test_containers_that_come_later_are_another_jobs(played: Any) -> None:
     assert code == 143
 
 
+def test_a_summary_that_was_cut_short_counts_as_none(played: Any) -> None:
+    played.files["/checkpoints/digits/summary.json"] = ('{"state": "sto', 1767323045.0)
+    code, line = ended(played, node(0, "exited", 143), node(1, "exited", 143))
+    assert code == 143 and "no summary was written" in line
+
+
 def test_the_summary_of_an_earlier_job_is_not_this_ones(played: Any) -> None:
     finished = {"state": "finished", "exit_code": 0, "global_step": 500}
     wrote(played, finished, ago=100)

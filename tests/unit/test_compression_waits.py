@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tandem.config.slices import ExchangeConfig
 from tandem.distributed.compression import compression
-from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.group import ProcessGroup
+from tandem.distributed.position import Position
 
 STALE = -1000.0
 

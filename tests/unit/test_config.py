@@ -82,6 +82,16 @@ def test_the_strongest_source_wins(values: list[int], sources: int) -> None:
     assert load(argv, environ, None).settings.run.seed == expected
 
 
+def test_the_home_directory_is_expanded_where_no_shell_does_it(tmp_path: Path) -> None:
+    dotenv = tmp_path / ".env"
+    dotenv.write_text("TANDEM_RUN_DIR=~/runs/a\n")
+    argv = ["--data-dir=~/data", "--init-from=~", "--metrics-token-file=~/token"]
+    settings = load(argv, {}, dotenv).settings
+    found = [settings.value(name) for name in ("data_dir", "run_dir", "init_from", "metrics_token_file")]
+    assert found == [Path.home() / "data", Path.home() / "runs/a", Path.home(), Path.home() / "token"]
+    assert settings_of("--data-dir=a/~/b").value("data_dir") == Path("a/~/b")
+
+
 def test_flag_forms() -> None:
     assert settings_of("--lr=0.5").optimization.lr == settings_of("--lr", "0.5").optimization.lr == 0.5
     assert settings_of("--run-dir=a=b").run.run_dir == Path("a=b")

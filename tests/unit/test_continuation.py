@@ -10,14 +10,15 @@ from torch import nn
 
 from tandem.config.slices import ComputeConfig, ExchangeConfig, OptimizationConfig
 from tandem.distributed.consensus import Consensus
-from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.group import ProcessGroup
+from tandem.distributed.position import Position
 from tandem.distributed.strategy.single import SingleStrategy as Single
 from tandem.tasks.base import WholeTask
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.journal import Journal
 from tandem.telemetry.recorder import Recorder
+from tandem.training.loading import load_state
 from tandem.training.optim import Schedule, build_optimizer, groups_of
-from tandem.training.resume import load_state
 from tandem.training.step import Readings
 
 READINGS = Readings(None, None, 0, 0.0, None)

@@ -11,7 +11,8 @@ from needs import require
 from patience import patient
 from program_files import program_text
 from tandem.config.slices import ComputeConfig, ExchangeConfig
-from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.group import ProcessGroup
+from tandem.distributed.position import Position
 from tandem.distributed.strategy.single import SingleStrategy as Single
 from tandem.training import flops
 from tandem.training.buffers import buffers_kept

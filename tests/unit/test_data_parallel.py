@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from tandem.config import Settings
 from tandem.data.loader import batch_size_of, parts_of
 from tandem.distributed import strategy as strategies
-from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.group import ProcessGroup
+from tandem.distributed.position import Position
 from tandem.distributed.strategy.dp import Balanced, limits, shares_of_devices
 from tandem.tasks.base import WholeTask
 from tandem.training.step import TrainingModule

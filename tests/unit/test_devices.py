@@ -20,12 +20,12 @@ from tandem.distributed import devices
 from tandem.distributed.devices import UNLIMITED, compute_deterministically, quota_of
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.peers import is_gpu_failure
-from tandem.distributed.position import Position
+from tandem.distributed.position import Connection, Grant, Position
 from tandem.errors import ConfigError, GpuLostError, PeerLostError, is_retried
 from tandem.signals import StopFlag
 from tandem.tasks.recompute import recomputed
+from tandem.training.loading import on_their_devices
 from tandem.training.precision import lay_out, precision_of
-from tandem.training.resume import on_their_devices
 from tandem.training.train_state import check_compilation
 from tandem.verify import doctor, machine, resume
 
@@ -263,7 +263,7 @@ def test_a_driver_that_counts_gpus_and_is_too_old_for_cuda_is_one_line_and_exit_
     assert "too old (found version 12040)" in str(caught.value) and "\n" not in str(caught.value)
     assert devices.choose_devices("cpu", 0) == (torch.device("cpu"),)
     with pytest.raises(ConfigError, match="too old"):
-        ProcessGroup.open(Position(), torch.device("cuda", 0), 5.0)
+        ProcessGroup.open(Position(), Connection(), torch.device("cuda", 0), 5.0)
     finding = machine.gpus(wanted)
     assert finding.state == "fail" and "too old" in finding.text
     assert "too old" in dict(doctor._torch())["GPUs"]
@@ -312,7 +312,7 @@ def test_what_cuda_says_while_the_group_opens_is_no_lost_peer(
 
     monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
     with pytest.raises(kind):
-        ProcessGroup.open(Position(), torch.device("cpu"), 5.0)
+        ProcessGroup.open(Position(), Connection(), torch.device("cpu"), 5.0)
 
 
 def test_what_a_new_process_may_mend_is_raised_at_the_start_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,10 +334,10 @@ def test_a_gpu_that_was_there_is_retried_and_never_a_cpu(
     seen: int, local_rank: int, gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     socket = str(tmp_path / "samples.sock")
-    first, again = (Position(sample_socket=socket, restart=restart) for restart in (0, 1))
+    first, again = (Grant(sample_socket=socket, restart=restart) for restart in (0, 1))
     assert not again.had_gpu
     first.note_gpu()
-    assert again.had_gpu and not first.had_gpu and not Position(restart=1).had_gpu
+    assert again.had_gpu and not first.had_gpu and not Grant(restart=1).had_gpu
     monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
     for wanted in ("auto", "cuda"):
         with pytest.raises(GpuLostError) as caught:

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from needs import require
-from tandem.distributed.group import in_one_line
 from tandem.distributed.peers import CODES, is_gpu_failure, is_peer_loss
 from tandem.errors import FAILED, GPU_FAILED, PEER_LOST, is_retried
 from tandem.launch.script_process import code_of
 from tandem.script.rank import gpu_has_failed
+from tandem.text import in_one_line
 
 MENDED = [
     "CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be asynchronously reported",

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from tandem.config import Settings
 from tandem.telemetry import heartbeat
 from tandem.telemetry.clock import Clock
+from tandem.telemetry.clock_locator import ClockLocator
+from tandem.telemetry.hangs import HangLimits
 
 LIMIT_SECONDS = 60.0
 
@@ -27,7 +28,9 @@ def test_signs_of_life_go_on_after_an_error(
             raise RuntimeError("the recorder takes no such argument")
         thrice.set()
 
-    heartbeat.Heartbeats(0, Clock(), send, Settings().reliability, tmp_path, pause=0.01)
+    locator = ClockLocator(Clock(), tmp_path / "flight")
+    heartbeats = heartbeat.Heartbeats(0, locator, send, HangLimits(None, 60.0), pause=0.01)
     assert thrice.wait(LIMIT_SECONDS)
     (record,) = caplog.records  # said once
     assert "sending a heartbeat failed" in record.message
+    heartbeats.end()

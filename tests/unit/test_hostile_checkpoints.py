@@ -128,8 +128,8 @@ def test_a_malformed_manifest_is_damage_in_one_line(store: CheckpointStore, chan
 
 
 def test_a_manifest_of_a_later_format_is_no_damage(store: CheckpointStore) -> None:
-    rewrite(store, lambda body: body.update(format=2))
-    with pytest.raises(CheckpointError, match="has format 2") as caught:
+    rewrite(store, lambda body: body.update(format=3))
+    with pytest.raises(CheckpointError, match="has format 3") as caught:
         store.verify(2)
     assert not isinstance(caught.value, CorruptCheckpointError)
 

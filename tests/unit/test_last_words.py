@@ -11,7 +11,7 @@ from tandem.launch import announce_error
 from tandem.launch.rendezvous import (
     JOB_RESULT_KEY,
     JobEndedError,
-    one_line,
+    printable_line,
     publish_job_result,
     raise_if_job_ended,
     wait_for_end_of_node_0,
@@ -31,7 +31,7 @@ from tandem.platforms.placement import Placement
     ],
 )
 def test_a_reason_is_a_line(said: str, line: str) -> None:
-    assert one_line(said) == line
+    assert printable_line(said) == line
 
 
 def test_a_verdict_carries_its_reason_and_the_first_one_counts() -> None:

@@ -82,6 +82,7 @@ def training(
         "save": "never",
         "check": "never",
         "snapshot": "never",
+        "replay": "never",
         **cadences,
     }
     made = TaskLoopState(
@@ -99,6 +100,7 @@ def training(
         evaluate=dict,
         ends=lambda step, scores: step == ends_at,
         check_replicas=lambda step: None,
+        check_next_step=lambda: None,
         saver=cast(
             Any,
             SimpleNamespace(

@@ -20,7 +20,7 @@ from tandem.distributed.group_store import (
     forget_dump_signal,
     open_store,
 )
-from tandem.distributed.position import Position
+from tandem.distributed.position import Connection, Position
 from tandem.errors import ConfigError, PeerLostError
 from tandem.launch import gpus
 
@@ -63,7 +63,8 @@ def test_a_nccl_error_of_one_generation_is_no_signal_for_the_next() -> None:
     root = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=SECOND)
 
     def of(generation: str) -> Any:
-        return open_store(Position(store=("127.0.0.1", root.port, generation), world_size=2), SECOND)
+        connection = Connection(store=("127.0.0.1", root.port, generation))
+        return open_store(Position(world_size=2), connection, SECOND)
 
     first = of("generation/0")
     first.underlying_store.set(DUMP_SIGNAL, b"\x01\0\0\0")

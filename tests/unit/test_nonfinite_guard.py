@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from tandem.config.slices import ComputeConfig, ExchangeConfig
 from tandem.distributed.consensus import Consensus, is_skipped
-from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.group import ProcessGroup
+from tandem.distributed.position import Position
 from tandem.distributed.strategy.single import SingleStrategy as Single
 from tandem.errors import NonFiniteError
 from tandem.telemetry.metrics import Sample

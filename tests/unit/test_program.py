@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tandem.config import Given, Settings, resolve
-from tandem.distributed.position import Position
+from tandem.distributed.position import Position, RankStart
 from tandem.errors import ConfigError
 from tandem.launch.misplaced_flags import hint
 from tandem.launch.program_arguments import check, is_own_loop, split, to_verify
@@ -129,9 +129,10 @@ def test_where_each_process_is_a_rank_already_a_program_is_not_launched_again(
 
 def test_threads_are_torchruns_where_ranks_share_a_host() -> None:
     job = Job(Program("script", "x.py"), "/run/log", {}, 5, None, 60.0, False, False)
-    assert "OMP_NUM_THREADS" not in variables(job, Position(), {})
-    assert variables(job, Position(ranks_on_host=2), {})["OMP_NUM_THREADS"] == "1"
-    assert "OMP_NUM_THREADS" not in variables(job, Position(ranks_on_host=2), {"OMP_NUM_THREADS": "3"})
+    two = RankStart(Position(ranks_on_host=2))
+    assert "OMP_NUM_THREADS" not in variables(job, RankStart(), {})
+    assert variables(job, two, {})["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in variables(job, two, {"OMP_NUM_THREADS": "3"})
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,13 @@
 
 import logging
 import re
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tandem.checkpoint.decision import ResumeDecision
 from tandem.distributed.out_of_memory import OutOfMemory
 from tandem.distributed.position import Position
 from tandem.launch.recovery import Recovery
@@ -46,8 +46,8 @@ def test_a_rank_that_was_killed_elsewhere_is_named_when_its_node_comes_back(
 ) -> None:
     (first, second), _ = two_nodes()
     with caplog.at_level(logging.INFO, "tandem.agent"):
-        second.failed(TWO[1], {0: 137})
-        first.failed(TWO[0], {0: None})
+        second.failed(TWO[1], "generation/0", {0: 137})
+        first.failed(TWO[0], "generation/0", {0: None})
         first.interrupted(2)
     assert caplog.messages == ["rank 1 on node 1 was killed (SIGKILL); restarting all ranks (generation 2)"]
 
@@ -55,8 +55,8 @@ def test_a_rank_that_was_killed_elsewhere_is_named_when_its_node_comes_back(
 def test_a_node_that_is_new_names_nobody(caplog: pytest.LogCaptureFixture) -> None:
     (first, second), view = two_nodes()
     with caplog.at_level(logging.INFO, "tandem.agent"):
-        second.failed(TWO[1], {0: None})
-        first.failed(TWO[0], {0: None})
+        second.failed(TWO[1], "generation/0", {0: None})
+        first.failed(TWO[0], "generation/0", {0: None})
         first.interrupted(2)
         first.trains(3)
     joined, again = caplog.messages
@@ -81,8 +81,8 @@ def test_without_a_killed_rank_the_line_has_another_cause(
 ) -> None:  # fmt: skip
     (first, second), view = two_nodes()
     if there is not None:
-        second.failed(TWO[1], there)
-    first.failed(TWO[0], here, why=why)
+        second.failed(TWO[1], "generation/0", there)
+    first.failed(TWO[0], "generation/0", here, why=why)
     first.trains(2)
     (line,), (event,) = caplog.messages, view.events
     assert line.startswith(f"{cause}; training again after ") and event["cause"] == cause
@@ -95,23 +95,23 @@ def test_ranks_that_were_aborted_after_another_ran_out_of_memory_are_not_the_cau
     view = Told(None)
     placement = Placement("by-hand", 1, 0, 2, "127.0.0.1", 29500)
     recovery = Recovery(SimpleNamespace(placement=placement, view=view), store)  # type: ignore[arg-type]
-    ranks = {n: Position(rank=n, local_rank=n, world_size=2, store=("", 0, prefix)) for n in range(2)}
-    assert recovery.out_of_memory(ranks) == ""
-    assert recovery.with_smaller_batch(ranks[0]) == ranks[0]
+    ranks = {n: Position(rank=n, local_rank=n, world_size=2) for n in range(2)}
+    fresh = ResumeDecision("fresh")
+    assert recovery.out_of_memory(prefix) == ""
+    assert recovery.with_smaller_batch(fresh) == fresh
     OutOfMemory(prefix, 1, 0, 8, 4).write(store)
-    recovery.failed(ranks, {0: 143, 1: 143})
+    recovery.failed(ranks, prefix, {0: 143, 1: 143})
     assert recovery.memory_reason == ""
-    recovery.failed(ranks, {0: 1, 1: 200})
+    recovery.failed(ranks, prefix, {0: 1, 1: 200})
     assert recovery.memory_reason == ""
-    recovery.failed(ranks, {0: 134, 1: 200}, aborted={0})
+    recovery.failed(ranks, prefix, {0: 134, 1: 200}, aborted={0})
     why = recovery.memory_reason
     recovery.trains(1)
     (event,) = view.events
     assert event["kind"] == "recovered" and event["cause"] == why
     assert why.startswith("rank 1 on node 0 ran out of memory") and why in caplog.messages[0]
-    later = replace(ranks[0], store=("", 0, "generation/1.cd"))
-    assert recovery.out_of_memory({0: later}) == ""
-    assert recovery.with_smaller_batch(later).resume.micro_batch == 4
+    assert recovery.out_of_memory("generation/1.cd") == ""
+    assert recovery.with_smaller_batch(fresh).micro_batch == 4
 
 
 @pytest.mark.parametrize(("plan", "lost"), [(None, None), (RunStarted(10, 100, 100), 2)])
@@ -120,7 +120,7 @@ def test_steps_lost_are_said_of_a_task_whose_steps_are_known(
 ) -> None:
     """A script was said to have lost none, whatever it does again."""
     (first, _), view = two_nodes(plan)
-    first.failed(TWO[0], {0: 137})
+    first.failed(TWO[0], "generation/0", {0: 137})
     first.trains(2)
     (line,), (event,) = caplog.messages, view.events
     assert line.startswith("rank 0 on node 0 was killed (SIGKILL); training again after ")
@@ -143,14 +143,14 @@ def test_an_abort_after_a_kill_elsewhere_is_no_incident(
     here: int, aborted: set[int], there: int | None, theirs: set[int], blames_others: bool,
 ) -> None:  # fmt: skip
     (first, second), _ = two_nodes()
-    second.failed(TWO[1], {0: there}, theirs)
-    first.failed(TWO[0], {0: here}, aborted)
+    second.failed(TWO[1], "generation/0", {0: there}, theirs)
+    first.failed(TWO[0], "generation/0", {0: here}, aborted)
     assert first.has_lost_others(seconds=0.1) == blames_others
 
 
 def test_a_failed_gpu_is_not_called_a_kill(caplog: pytest.LogCaptureFixture) -> None:
     (first, second), _ = two_nodes()
-    first.failed(TWO[0], {0: 134}, {0})
-    second.failed(TWO[1], {0: 134})
+    first.failed(TWO[0], "generation/0", {0: 134}, {0})
+    second.failed(TWO[1], "generation/0", {0: 134})
     first.trains(2)
     assert "the GPU of rank 1 on node 1 failed" in caplog.text and "rank 0" not in caplog.text

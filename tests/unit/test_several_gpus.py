@@ -10,7 +10,8 @@ from torch import nn
 from tandem.checkpoint.snapshot import streams_of
 from tandem.config.slices import ComputeConfig, ExchangeConfig
 from tandem.data.seeds import seed_generators
-from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.group import ProcessGroup
+from tandem.distributed.position import Position
 from tandem.distributed.strategy import ddp
 
 CPU = torch.device("cpu")

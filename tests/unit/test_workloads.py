@@ -8,7 +8,7 @@ import pytest
 
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.config import Settings
-from tandem.distributed.position import Position
+from tandem.distributed.position import Grant, Position
 from tandem.errors import FAILED, FINISHED, KILLED, PEER_LOST, STOPPED, ConfigError
 from tandem.platforms.placement import Placement
 from tandem.run.directory import RunDir
@@ -32,7 +32,7 @@ class Store(dict[str, Any]):
 def at(rank: int, nodes: int) -> Position:
     return Position(
         rank=rank, local_rank=rank, world_size=2, node_rank=0, nodes=nodes, ranks_on_host=2, platform="none",
-        node_name="a", store=("a", 1, "g"), init="store",
+        node_name="a",
     )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def end(codes: Mapping[int, int | None], nodes: int = 1, **changes: Any) -> Gene
     given: dict[str, Any] = {
         "codes": codes, "now": lambda: codes, "blamed": unexpected, "nodes": nodes, "stop": StopFlag(),
         "positions": {rank: at(rank, nodes) for rank in codes}, "is_forwarded": False, "last_words": "",
-        "store": Store(),
+        "store": Store(), "prefix": "g", "grant": Grant(),
     }  # fmt: skip
     return GenerationEnd(**{**given, **changes})
 

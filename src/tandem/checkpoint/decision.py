@@ -239,21 +239,32 @@ def _check_fingerprint(settings: Settings, info: Mapping[str, Any], path: PurePa
     new = _plain(settings.fingerprint_fields())
     known = old.keys() & new.keys()
     was, now = (_flat({key: values[key] for key in known}) for values in (old, new))
-    differing = [
-        f"{key} was {_shown_value(key, was)} and is {_shown_value(key, now)} now"
-        for key in sorted(was.keys() | now.keys())
-        if was.get(key) != now.get(key)
-    ]
-    if differing:
+    if differing := _differing(was, now):
         raise ConfigError(
             f"cannot resume {path}: {', '.join(differing)}; restore the old value, or use "
             "another --run-dir or --resume never"
         )
+    ours = settings.to_dict()
     return [
-        f"{key} is {_shown_value(key, {**new, **old})!r}; not compared, because the version of tandem that "
-        f"{'is running' if key in old else 'saved the checkpoint'} does not have this setting"
-        for key in sorted((old.keys() - settings.to_dict().keys()) | (new.keys() - old.keys()))
+        _not_compared(key, {**new, **old}, key in old)
+        for key in sorted((old.keys() - ours.keys()) | (new.keys() - old.keys()))
     ]
+
+
+def _differing(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{key} was {_shown_value(key, was)} and is {_shown_value(key, now)} now"
+        for key in sorted(was.keys() | now.keys())
+        if was.get(key) != now.get(key)
+    ]
+
+
+def _not_compared(key: str, values: Mapping[str, Any], is_saved: bool) -> str:
+    lacking = "is running" if is_saved else "saved the checkpoint"
+    return (
+        f"{key} is {_shown_value(key, values)!r}; not compared, because the version of tandem that "
+        f"{lacking} does not have this setting"
+    )
 
 
 def _changes(info: Mapping[str, Any], settings: Settings) -> list[str]:

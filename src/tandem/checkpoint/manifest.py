@@ -12,14 +12,18 @@ from tandem.checkpoint.storage.protocol import StorageReader
 from tandem.errors import CheckpointError, CorruptCheckpointError
 
 FORMAT = 1
+SHARDED = 2
+"""The format of a checkpoint with a file per rank, which versions without sharded checkpoints refuse."""
 CHUNK_BYTES = 2**20
 LARGEST_BYTES = 16 * 2**20
 """Limit on the size of a manifest: about a thousand times the usual size."""
 STATE_NAME = re.compile(r"state(-[0-9a-f]{1,32})?\.pt")
+SHARD_NAME = re.compile(r"shard-(\d{5})-of-(\d{5})(-[0-9a-f]{1,32})?\.bin")
 
 
 def render_manifest(step: int, files: dict[str, dict[str, object]], info: dict[str, Any]) -> bytes:
-    body = {"format": FORMAT, "step": step, "written_at": time.time(), "files": files, "info": info}
+    kind = FORMAT if len(files) == 1 else SHARDED
+    body = {"format": kind, "step": step, "written_at": time.time(), "files": files, "info": info}
     return seal(json.loads(json.dumps(body, default=str)))  # as read back from JSON: keys become strings
 
 
@@ -44,8 +48,9 @@ def parse_manifest(path: object, raw: bytes) -> dict[str, Any]:
     if not whole:
         raise CorruptCheckpointError(f"{path} is damaged: its SHA-256 does not match")
     # This comes before the fields are checked, because a newer format may have others.
-    if type(body.get("format")) is int and 0 <= body["format"] != FORMAT:
-        raise CheckpointError(f"{path} has format {body['format']}, expected {FORMAT}; use a newer tandem")
+    if type(body.get("format")) is int and body["format"] >= 0 and body["format"] not in (FORMAT, SHARDED):
+        known = f"{FORMAT} or {SHARDED}"
+        raise CheckpointError(f"{path} has format {body['format']}, expected {known}; use a newer tandem")
     if problem := _problem(body):
         raise CorruptCheckpointError(f"{path} is not a manifest written by tandem: {problem}")
     manifest: dict[str, Any] = body
@@ -59,7 +64,8 @@ def _problem(body: dict[str, Any]) -> str:
     """
     if is_deep(body):
         return f"it is nested deeper than {DEEPEST} levels"
-    for shape, values, where in ((MANIFEST, body, ""), (INFO, body.get("info"), "info.")):
+    manifest = SHARDED_MANIFEST if body.get("format") == SHARDED else MANIFEST
+    for shape, values, where in ((manifest, body, ""), (INFO, body.get("info"), "info.")):
         try:
             _, wrong = typed(values, shape)
         except ValueError as error:
@@ -80,11 +86,50 @@ def _only_the_state(value: object) -> object:
     if not isinstance(value, dict) or len(value) != 1:
         raise TypeError("not one file")
     ((name, entry),) = value.items()
-    entry = {} if STATE_NAME.fullmatch(name) is None else _table(entry)
-    count(entry.get("bytes"))
-    if len(text(entry.get("sha256"))) != 64:
-        raise ValueError("not a digest")
+    _measured(entry if STATE_NAME.fullmatch(name) else {})
     return value
+
+
+def _measured(entry: object) -> None:
+    """Accept the entry of a file."""
+    count(_table(entry).get("bytes"))
+    _digest(_table(entry).get("sha256"))
+
+
+def _digest(value: object) -> None:
+    if len(text(value)) != 64:
+        raise ValueError("not a digest")
+
+
+def _state_and_shards(value: object) -> object:
+    """Accept the file of the state and one file of each rank, with an index at its end."""
+    files = dict(_table(value))
+    _only_the_state({name: files.pop(name) for name in [*files] if STATE_NAME.fullmatch(name)})
+    for name, entry in files.items():
+        _measured(entry if SHARD_NAME.fullmatch(name) else {})
+        index = _table(_table(entry).get("index"))
+        _digest(index.get("sha256"))
+        if count(index.get("offset")) > entry["bytes"]:
+            raise ValueError("an index behind the end of its file")
+    ranks = [(match[1], match[2]) for name in files if (match := SHARD_NAME.fullmatch(name))]
+    if sorted(ranks) != [(f"{rank:05d}", f"{len(ranks):05d}") for rank in range(len(ranks))] or not ranks:
+        raise ValueError("not one file of each rank")
+    return value
+
+
+def is_sharded(manifest: dict[str, Any]) -> bool:
+    """Return True if each rank has written its own file."""
+    return bool(manifest["format"] == SHARDED)
+
+
+def state_entry(manifest: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return (name, entry) of the file with the state, or with the part of it that is not sharded."""
+    return next((name, entry) for name, entry in manifest["files"].items() if STATE_NAME.fullmatch(name))
+
+
+def shard_entries(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return {name: entry} of the ranks' files, by rank."""
+    return {name: entry for name, entry in sorted(manifest["files"].items()) if SHARD_NAME.fullmatch(name)}
 
 
 def _scores(value: object) -> object:
@@ -101,6 +146,10 @@ def _fingerprint(value: object) -> object:
 
 MANIFEST = JsonShape(
     {"format": count, "step": count, "written_at": finite, "files": _only_the_state, "info": _table},
+    required=frozenset({"format", "step", "written_at", "files", "info"}),
+)
+SHARDED_MANIFEST = JsonShape(
+    {"format": count, "step": count, "written_at": finite, "files": _state_and_shards, "info": _table},
     required=frozenset({"format", "step", "written_at", "files", "info"}),
 )
 INFO = JsonShape({

@@ -1,8 +1,9 @@
 """The state after every step, in node memory that outlives the ranks: a killed rank costs one step.
 
-Every node keeps them, so that the loss of a node costs no more. State that is equal on all ranks is divided
-among the ranks of a node; what only rank 0 has right (running statistics) has been sent to all. Each rank
-writes its part into its own region, alternating between two slots:
+Every node keeps them, so that the loss of a node costs no more. docs/architecture.md#snapshots-on-every-node
+says which one counts. State that is equal on all ranks is divided among the ranks of a node; what only rank 0
+has right (running statistics) has been sent to all. Each rank writes its part into its own region,
+alternating between two slots:
 
     bytes 0..47    for slot 0, then slot 1: fingerprint of the layout, step (0: being written), number of the
                    generation that wrote it; 8 bytes each
@@ -71,14 +72,19 @@ class Pinned:
             self._held = wanted
             return
         self._is_refused = True
-        log.warning(
-            "CUDA cannot pin %.2f GiB of host memory (error %d): copies from the GPU will delay steps; raise "
-            "the limit on locked memory (ulimit -l unlimited), or add memory",
-            *(memory.nbytes / 2**30, result),
-        )
+        self._warn(memory.nbytes, result)
         # CUDA keeps the error and would raise it at the next kernel launch, wherever that is.
         with suppress(RuntimeError):
             torch.ones(1, device="cuda")
+
+    @staticmethod
+    def _warn(size: int, result: int) -> None:
+        log.warning(
+            "CUDA cannot pin %.2f GiB of host memory (error %d): copies from the GPU will delay steps; raise "
+            "the limit on locked memory (ulimit -l unlimited), or add memory",
+            size / 2**30,
+            result,
+        )
 
     def release(self) -> None:
         """Unpin the memory. Call this before the memory is freed."""

@@ -15,6 +15,7 @@ from typing import IO, Any, TypeGuard, TypeVar
 import torch
 from torch import Tensor
 
+from tandem.checkpoint.manifest import state_entry
 from tandem.checkpoint.plain import (
     DEEPEST,
     TYPES,
@@ -289,7 +290,7 @@ def large_file_of(store: CheckpointStore, step: int) -> Path | None:
     # On an object store, reading the manifest costs a request.
     if not isinstance(folder := store.path(step), Path):
         return None
-    ((name, wanted),) = store.manifest(step)["files"].items()
+    name, wanted = state_entry(store.manifest(step))
     return folder / name if wanted["bytes"] >= LARGE_BYTES else None
 
 

@@ -2,9 +2,10 @@
 
     checkpoints/step-000000500/state.pt        the state, as serialized by the caller
     checkpoints/step-000000500/manifest.json   size and SHA-256 of every file and of itself; and `info`
+    checkpoints/step-000000500/shard-*.bin     with sharded parameters, the part of each rank
     checkpoints/corrupt-step-000000500-1       quarantined: its bytes are not those that were written
 
-Only one process at a time writes to a directory (rank 0), which `fence` enforces; any number may read. The
+Only one process at a time publishes in a directory (rank 0), which `fence` enforces; any number may read. The
 storage decides how files are committed, and cleans up after a killed writer.
 """
 
@@ -25,6 +26,7 @@ from tandem.checkpoint.manifest import (
     measured,
     parse_manifest,
     render_manifest,
+    state_entry,
 )
 from tandem.checkpoint.retention import Retention, Scores, why_kept
 from tandem.checkpoint.storage import storage_at
@@ -41,6 +43,8 @@ from tandem.errors import CheckpointError, CorruptCheckpointError, RunTakenError
 T = TypeVar("T")
 OnCorrupt = Callable[[int, str], None]  # step, problem
 Info = dict[str, Any] | Callable[[], dict[str, Any]]
+Sealed = Callable[[Entries], bytes]
+ADVICE = "free space or repair the volume; older checkpoints are untouched"
 
 
 @contextmanager
@@ -116,15 +120,61 @@ class CheckpointStore:
         Raises CheckpointError (full, read-only or failing volume; another writer has saved this step) and
         RunTakenError. Older checkpoints are not changed.
         """
-        free = "free space or repair the volume; older checkpoints are untouched"
-        with translated(f"cannot write checkpoint step {step} in {self.directory}", free):
-            if self._ours is None:
-                self.open_for_writing()
-            size = self._commit(step, payload, info)
+        return self._publish(
+            step,
+            info,
+            lambda sealed, replace: self._storage.commit(self.path(step), payload, sealed, replace),
+        )
+
+    def begin(self, step: int) -> PurePath:
+        """Begin a checkpoint of which several processes write files; return where they `add` them.
+
+        Nothing is visible until `publish`. Raises as `save`.
+        """
+        with self._writing(step):
+            return self._storage.begin(self.path(step), step in (self._ours or ()))
+
+    def place(self, name: str) -> PurePath:
+        """Return what `begin` has returned on another node, given the last part of its path."""
+        return self.directory / name
+
+    def add(self, place: PurePath, name: str, payload: Payload) -> tuple[str, dict[str, object]]:
+        """Write a file to `place`, durably; return (its final name, its manifest entry). Raises as `save`."""
+        with translated(f"cannot write {name} in {place}", ADVICE):
+            return self._storage.add(place, name, payload)
+
+    def publish(self, step: int, place: PurePath, files: Entries, info: Info) -> int:
+        """Complete a checkpoint with the `files` that were added; see `save`."""
+        return self._publish(
+            step,
+            info,
+            lambda sealed, replace: self._storage.publish(place, self.path(step), files, sealed, replace),
+        )
+
+    def abandon(self, place: PurePath) -> None:
+        """Remove what was added to `place`, as far as possible."""
+        self._storage.abandon(place)
+
+    @contextmanager
+    def _writing(self, step: int) -> Iterator[None]:
+        with translated(f"cannot write checkpoint step {step} in {self.directory}", ADVICE):
+            try:
+                if self._ours is None:
+                    self.open_for_writing()
+                yield
+            except FileExistsError as error:
+                raise CheckpointError(
+                    f"step {step} in {self.directory} was saved by another writer in the meantime; "
+                    "let only one run write there, or use another --run-dir"
+                ) from error
+
+    def _publish(self, step: int, info: Info, commit: Callable[[Sealed, bool], int]) -> int:
+        with self._writing(step):
+            size = self._commit(step, info, commit)
         self._scores.pop(step, None)
         return size
 
-    def _commit(self, step: int, payload: Payload, info: Info) -> int:
+    def _commit(self, step: int, info: Info, commit: Callable[[Sealed, bool], int]) -> int:
         assert self._ours is not None
 
         def sealed(files: Entries) -> bytes:
@@ -133,13 +183,7 @@ class CheckpointStore:
             self._fence()  # the state is written, but nothing is published yet
             return render_manifest(step, files, contents)
 
-        try:
-            size = self._storage.commit(self.path(step), payload, sealed, step in self._ours)
-        except FileExistsError as error:
-            raise CheckpointError(
-                f"step {step} in {self.directory} was saved by another writer in the meantime; "
-                "let only one run write there, or use another --run-dir"
-            ) from error
+        size = commit(sealed, step in self._ours)
         try:
             self._fence()
         except RunTakenError:  # taken over during the commit: the new owner must not resume from it
@@ -263,9 +307,12 @@ class CheckpointStore:
             check(path, wanted, *self._read(path, sized, from_disk))
 
     def read(self, step: int) -> tuple[bytes, dict[str, Any]]:
-        """Return (state, info); the state's hash is verified first. Raises CorruptCheckpointError."""
+        """Return (state, info); the state's hash is verified first. Raises CorruptCheckpointError.
+
+        Of a sharded checkpoint, this is the part of the state that is not sharded (see `sharded.read_state`).
+        """
         manifest = self.manifest(step)
-        ((name, wanted),) = manifest["files"].items()
+        name, wanted = state_entry(manifest)
         path = self.path(step) / name
 
         def whole(file: StorageReader) -> bytes:
@@ -276,6 +323,10 @@ class CheckpointStore:
         state = self._read(path, whole)
         check(path, wanted, len(state), hashlib.sha256(state).hexdigest())
         return state, manifest["info"]
+
+    def use(self, step: int, name: str, use: Callable[[StorageReader], T]) -> T:
+        """Return `use(file)` for a file of a checkpoint; it may be called twice. Raises as `verify`."""
+        return self._read(self.path(step) / name, use)
 
     def _read(self, path: PurePath, use: Callable[[StorageReader], T], from_disk: bool = False) -> T:
         """Return `use(file)`; start again if its NFS handle is stale.

@@ -15,6 +15,7 @@ from torch import Tensor
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.snapshot import Pinned, homes_in_one_piece, streams_of
 from tandem.checkpoint.state import flatten, unflatten
+from tandem.checkpoint.storage.protocol import Sink
 from tandem.checkpoint.store import CheckpointStore, Info
 from tandem.errors import CheckpointError, RunTakenError
 from tandem.telemetry.meter import SaveOutcome as SaveOutcome
@@ -90,6 +91,11 @@ class PendingScores:
         return self._scores
 
 
+def save_to(state: Mapping[Any, Any], sink: Sink) -> None:
+    """Write a plain state as `serialize` does."""
+    torch.save(state, cast(IO[bytes], sink))
+
+
 FAILURES_ALLOWED = 3
 """How many saves in a row may fail before the run ends with an error."""
 
@@ -162,6 +168,9 @@ class CheckpointWriter:
             self._write(*self._unsaved, time.monotonic(), 0.0)
             self.wait()
 
+    def hurry(self, seconds: float) -> None:
+        """Tell the writer that other ranks may be gone: wait for them for at most `seconds` from now on."""
+
     def join_quietly(self) -> None:
         """Wait until the save has finished, successful or not."""
         if self._thread is not None:
@@ -180,7 +189,7 @@ class CheckpointWriter:
             return found
 
         try:
-            size = self._store.save(step, lambda sink: torch.save(state, cast(IO[bytes], sink)), seal)
+            size = self._commit(step, state, seal)
             self._failures_in_a_row = 0
             self.last_step = step
             self._unsaved = None
@@ -199,6 +208,10 @@ class CheckpointWriter:
         self._report(SaveOutcome(step, time.monotonic() - began - waited, held, size))
         if size is not None:
             self._prune(step)
+
+    def _commit(self, step: int, state: dict[Any, Any], seal: Callable[[], dict[str, Any]]) -> int:
+        """Write and publish the state; return its bytes. Called again for a save that is tried again."""
+        return self._store.save(step, lambda sink: save_to(state, sink), seal)
 
     def _failed(self, step: int, error: CheckpointError) -> None:
         self._failures_in_a_row += 1

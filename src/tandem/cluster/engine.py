@@ -235,13 +235,11 @@ class Cluster:
             # Only names: Compose looks up the values itself.
             names.writelines(f"{name}\n" for name in self.settings())
             names.flush()
+            environment = {**self.environment(), "SETTINGS": names.name}
+            command = ["docker", *self.command(*arguments)]
             try:
                 ended = subprocess.run(
-                    ["docker", *self.command(*arguments)],
-                    capture_output=True,
-                    text=True,
-                    timeout=seconds,
-                    env={**self.environment(), "SETTINGS": names.name},
+                    command, capture_output=True, text=True, timeout=seconds, env=environment
                 )
             except subprocess.TimeoutExpired:
                 line = f"docker compose {arguments[0]} took longer than {seconds:.0f} s"

@@ -84,7 +84,10 @@ class ClusterJob:
         if found is None:
             return None
         text, written = found
-        summary: dict[str, object] = json.loads(text)
+        try:
+            summary: dict[str, object] = json.loads(text)
+        except ValueError:  # cut by a full disk, or edited
+            return None
         began = min((_seconds(node.created) for node in self.nodes.values()), default=float("inf"))
         return summary if written >= began or summary["exit_code"] == code else None
 

@@ -1,5 +1,6 @@
 """Where a run is stored: a local directory, or a remote location given by its address."""
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePath, PurePosixPath
@@ -34,6 +35,14 @@ class RemotePath(PurePosixPath):
         return self.parts[1]
 
 
+def from_home(text: str) -> str:
+    """Replace ~ or ~/ at the beginning by the home directory, as a shell does at the start of a word.
+
+    A shell does not do it in `--data-dir=~/data`, in a .env file or in TOML.
+    """
+    return os.path.expanduser(text) if text == "~" or text.startswith("~/") else text
+
+
 def address(text: str | PurePath) -> PurePath:
     """Return a Path, or a RemotePath for s3://bucket/prefix (or s3:/bucket/prefix, as pathlib prints it).
 
@@ -41,7 +50,7 @@ def address(text: str | PurePath) -> PurePath:
     """
     found = _ADDRESS.fullmatch(str(text))
     if found is None:
-        return Path(text)
+        return Path(from_home(str(text)))
     scheme, slashes, host, rest = found.groups()
     # Checked before the scheme is known: a password must not appear in the error about a bad scheme either.
     if re.match(r"[^@]*:[^@]*@", host):
@@ -73,10 +82,19 @@ _NAME = (
     r"|(?:access|account|api|auth|deploy|encryption|license|master|private|signing|storage)[_-]?key)"
 )
 _VALUE = r"""("[^"]*"|'[^']*'|[^\s,;&"']+)"""
-_IS_SECRET = re.compile(rf"(?:{_NAME}|[\w.-]*secret[\w.-]*|pgpassword|auth|authorization|cookie)\Z", re.I)
+_IS_SECRET = re.compile(
+    rf"(?:{_NAME}|[\w.-]*secret[\w.-]*|pgpassword|auth|authorization|cookie|-{{0,2}}(?:tandem_)?notify)\Z",
+    re.I,
+)
 _NAMED = re.compile(rf"""(\b{_NAME}["']?(?:\s*[=:]\s*|\s+))((?:(?:bearer|basic)\s+)?){_VALUE}""", re.I)
 _HEADER = re.compile(
     r"(\bauthorization[\"']?\s*[:=]\s*[\"']?(?:\w{1,20}\s+)?|\bbearer\s+)([\w.~+/=-]{8,})", re.I
+)
+_IN_WEBHOOK = re.compile(
+    r"""(\b(?:tandem_)?notify["']?(?:\s*[=:]\s*|\s+)["']?https?://[^\s/"']{1,300}/"""
+    r"|\bhttps://(?:hooks\.slack(?:-gov)?\.com|[\w.-]{1,200}\.(?:webhook\.office|logic\.azure|powerplatform)\.com)"
+    r"""(?::\d{1,5})?/)[^\s"']{1,4000}""",
+    re.I,
 )
 _IN_URL = re.compile(r"(\b[a-z][a-z0-9+.-]{0,20}://)[^/\s@]{1,300}@", re.I)
 # Formats of AWS, GitHub, GitLab, Hugging Face, OpenAI, Slack, JSON Web Tokens and PEM keys.
@@ -137,6 +155,7 @@ def hide(text: str, secrets: Iterable[str] = ()) -> str:
             text = text.replace(secret, HIDDEN)
     # By form before by name: a value after a name ends at a space, and a PEM key contains spaces.
     text = _FORMS.sub(HIDDEN, text)
+    text = _IN_WEBHOOK.sub(rf"\1{HIDDEN}", text)
     text = _IN_URL.sub(rf"\1{HIDDEN}@", text)
     text = _HEADER.sub(rf"\1{HIDDEN}", text)
     return _NAMED.sub(rf"\1\2{HIDDEN}", text)

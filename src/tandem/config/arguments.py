@@ -64,6 +64,18 @@ EXAMPLES: Mapping[str, Mapping[str, str]] = {
         "tandem runs --json": "for scripts",
         "tandem runs --clean --dry-run": "show the empty runs that would be removed",
     },
+    "stacks": {
+        "tandem stacks runs/digits": "the main thread of every rank",
+        "kubectl exec POD -- tandem stacks /runs/digits --all-threads": "POD is node 0's",
+    },
+    "profile": {
+        "tandem profile runs/digits": "the next 5 steps; open the file in https://ui.perfetto.dev",
+        "tandem profile runs/digits --steps 20": "the next 20 steps",
+    },
+    "memory": {
+        "tandem memory runs/digits": "allocations of the next 3 seconds, and all tensors",
+        "tandem memory runs/digits --seconds 30": "what grows slowly",
+    },
     "kill": {
         "tandem kill runs/digits --rank 1": "SIGKILL: the rank is restarted and the run continues",
         "tandem kill runs/digits --node 1 --signal STOP": "simulate a node that hangs",
@@ -107,6 +119,10 @@ EXAMPLES: Mapping[str, Mapping[str, str]] = {
     "completion": {
         "tandem completion bash > ~/.local/share/bash-completion/completions/tandem": "for bash",
         "tandem completion zsh > ~/.tandem.zsh": "then `source ~/.tandem.zsh` in ~/.zshrc",
+    },
+    "index": {
+        "tandem index shards/*.tar --output shards/index.jsonl": "shards on this machine",
+        "tandem index s3://bucket/train-{000..199}.tar": "200 shards; the shell expands the numbers",
     },
     "health": {
         "tandem health runs/digits": "check a run: exits with 1 if there is no progress",

@@ -8,7 +8,8 @@ from pathlib import Path, PurePath
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
-from tandem.config.address import address
+from tandem.config.address import address, from_home
+from tandem.config.webhook import WEBHOOK_VALID, Webhook
 from tandem.schedule import CADENCE_VALID, Cadence
 
 if TYPE_CHECKING:
@@ -59,6 +60,18 @@ class _Place:
             return address(value)
 
         return no_info_plain_validator_function(check)
+
+
+class _AsWebhook(Valid):
+    """The address of a webhook, whose text never has the secret part."""
+
+    def __init__(self) -> None:
+        super().__init__(WEBHOOK_VALID)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: "GetCoreSchemaHandler") -> "CoreSchema":
+        from pydantic_core.core_schema import no_info_plain_validator_function
+
+        return no_info_plain_validator_function(Webhook.parse)
 
 
 def _is_cadence(text: str, not_in: str = "") -> bool:
@@ -121,6 +134,7 @@ WarmupText = Annotated[
     str, Valid("steps, epochs or percent such as 0, 200, 1epoch or 5%", lambda s: _is_cadence(s, "seconds"))
 ]
 Place = Annotated[PurePath, _Place()]
+LocalPath = Annotated[Path, Reads(lambda value: from_home(value) if isinstance(value, str) else value)]
 MeetingPoint = Annotated[
     str,
     Reads(lambda value: value.removeprefix("tcp://") if isinstance(value, str) else value),
@@ -132,6 +146,7 @@ Listening = Annotated[
     Reads(lambda value: _listening(str(value))),
     Valid("HOST:PORT or PORT; port 0 is any free port", lambda text: _is_address(text, lowest=0)),
 ]
+WebhookUrl = Annotated[Webhook, _AsWebhook()]
 Certificate = Annotated[str, Valid("CERT or CERT,KEY, PEM files", _matches(r"[^,]+(,[^,]+)?"))]
 TrackerNames = Annotated[
     str,
@@ -179,7 +194,7 @@ PLACEHOLDERS = {
     "task": "FILE.py:CLASS", "task_fields": "VALUE", "batch_shares": "A:B[:C...]", "elastic": "MIN:MAX",
     "profile": "START:STEPS", "metrics": "HOST:PORT", "metrics_tls": "CERT[,KEY]",
     "resume": "{auto,never,required,PATH[@STEP]}", "warmup": "LENGTH", "keep_best": "METRIC[:min|:max]",
-    "master": "HOST:PORT",
+    "master": "HOST:PORT", "notify": "URL",
 }  # fmt: skip
 SHORT = {
     "a cadence": "CADENCE",

@@ -111,7 +111,7 @@ def checked(annotation: Any, label: str, value: object) -> Any:
 def bad_value(label: str, got: object, valid: str) -> NoReturn:
     """Raise a one-line ConfigError with the value, what was expected, and where to look."""
     # A user may have put a token into the wrong variable, so even an invalid value may be a secret.
-    value = HIDDEN if is_secret(label) else hide(repr(got)[:LONGEST])
+    value = HIDDEN if is_secret(label.partition(" ")[0]) else hide(repr(got)[:LONGEST])
     shown = value if len(value) <= 80 else value[:77] + "..."
     raise ConfigError(f"{label}: invalid value {shown}; expected {valid}. {SEE}") from None
 

@@ -18,6 +18,7 @@ from tandem.config.fields import (
     Count,
     DpShare,
     Listening,
+    LocalPath,
     LrScalingText,
     MeetingPoint,
     Natural,
@@ -32,6 +33,7 @@ from tandem.config.fields import (
     StepWindow,
     TrackerNames,
     WarmupText,
+    WebhookUrl,
     setting,
 )
 from tandem.schedule import LrScaling, LrSchedule
@@ -62,7 +64,9 @@ class RunConfig:
 class DataConfig:
     """Data and batches"""
 
-    data_dir: Path = setting(Path("data"), "directory where datasets are found and cached", per_node=True)
+    data_dir: LocalPath = setting(
+        Path("data"), "directory where datasets are found and cached", per_node=True
+    )
     download: bool = setting(False, "let the task download its dataset")
     batch_size: Count = setting(240, "global batch: samples per optimizer step over all ranks", fixed=True)
     micro_batch_size: Count | None = setting(
@@ -199,6 +203,10 @@ class ReliabilityConfig:
         "seconds without progress until a hang; auto: seconds for a stopped rank, minutes for an idle one",
     )
     replica_check_every: CadenceText = setting("1epoch", "how often to compare the ranks' weights")
+    replay_check: Auto | CadenceText = setting(
+        "never",
+        "how often another rank repeats a micro-batch before its step counts; auto: at most 1% of time",
+    )
 
     @property
     def hang_seconds(self) -> float | None:
@@ -258,6 +266,11 @@ class TelemetryConfig:
         per_node=True,
     )
     profile: StepWindow | None = setting(None, "record these steps with torch.profiler")
+    notify: WebhookUrl | None = setting(
+        None,
+        "webhook that node 0 tells of failures, hangs, recoveries and the end; TANDEM_NOTIFY keeps it secret",
+        per_node=True,
+    )
 
     @property
     def has_tensorboard(self) -> bool:
@@ -282,7 +295,7 @@ class MetricsConfig:
     metrics_tls: Certificate | None = setting(
         None, "TLS certificate of the metrics page, and its key if that is in a separate file", per_node=True
     )
-    metrics_token_file: Path | None = setting(
+    metrics_token_file: LocalPath | None = setting(
         None, "file with the bearer token that clients must send", per_node=True
     )
     metrics_linger: NonNegative = setting(15.0, "seconds to wait for a last scrape after the end")

@@ -36,8 +36,8 @@ _SERVICE_LINK = re.compile(
 )
 TASK_VALID = SETTINGS["task_fields"].valid
 FIELDS = tuple(name for name, setting in SETTINGS.items() if not setting.is_table)
-PLACES = ("run_dir", "node_rank", "master")
-"""Settings with the location of a run, which another run with this config.json must not reuse."""
+PLACES = ("run_dir", "node_rank", "master", "notify")
+"""Settings with addresses of a run, which another run with this config.json must not reuse."""
 CONFIG_HELP = (
     "file of settings: TOML, YAML, or the config.json of a run (its paths and addresses are ignored)"
 )

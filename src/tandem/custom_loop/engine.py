@@ -47,11 +47,11 @@ class Engine:
         self._chosen = here.chosen
         check_settings(self.settings)
         self._watch_stop_flag = here.watch_stop_flag
-        self.session = session = RankSession(self.settings, here.position)
+        self.session = session = RankSession(self.settings, here.start)
         if not here.is_launched:
             session.open_log()
         # There is nothing to save yet, and without an agent no other process could end the wait.
-        with nullcontext() if here.position.store is not None else ended_by_stop_signals():
+        with nullcontext() if session.connection.store is not None else ended_by_stop_signals():
             session.join()
         self.world = session.world
         self.clock = session.clock
@@ -206,6 +206,7 @@ class Engine:
             evaluate=dict,
             ends=lambda step, scores: False,
             check_replicas=partial(check_replicas, world, self._strategy, together, recorder),
+            check_next_step=lambda: None,  # `check_settings` refuses --replay-check
             saver=session.saver,
             step=first,
         )
@@ -249,7 +250,7 @@ class Engine:
 
         After a restart, what this launch has saved counts, even with --resume never.
         """
-        if self.world.position.restart and self.settings.checkpoint.resume == "never":
+        if self.session.grant.restart and self.settings.checkpoint.resume == "never":
             return ResumeDecision("fresh")
         return self.session.run.decide(self.settings.replace(steps=NO_END))
 

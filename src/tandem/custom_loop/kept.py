@@ -37,7 +37,7 @@ from tandem.telemetry.recorder import Recorder
 from tandem.training.buffers import adopt_buffers, has_saved_buffers
 from tandem.training.optim import check_groups, groups_of
 from tandem.training.replicas import checksum
-from tandem.training.resume import check_shapes
+from tandem.training.shapes import check_shapes
 from tandem.training.train_state import indices_outside, parameter_names
 
 # Check that values that should be equal on all ranks are: a checkpoint contains only rank 0's.
@@ -158,6 +158,10 @@ class KeptState:
         tensors = {name: self._tensor(name, value) for name, value in self._of(TENSOR).items()}
         parts = {"model": self.weights(), TENSOR: tensors, OBJECT: objects, NUMBER: self._of(NUMBER)}
         return {**parts, **self.live()}
+
+    def local_state(self) -> dict[str, Any]:
+        """Return the same, because nothing is sharded."""
+        return self.full_state()
 
     def per_rank_state(self) -> dict[str, Any]:
         """Return what this rank keeps for itself, by name. Exchanges nothing."""

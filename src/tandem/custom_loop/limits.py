@@ -33,6 +33,10 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError(
             f"--precision {compute.precision} works only in tasks; in a custom loop use torch.autocast"
         )
+    if settings.reliability.replay_check != "never":
+        raise ConfigError(
+            "--replay-check works only in tasks: no other rank knows how to repeat a step of a custom loop"
+        )
     if compute.compile is not None:
         raise ConfigError(
             "--compile works only in tasks; in a custom loop call torch.compile on the wrapped model"

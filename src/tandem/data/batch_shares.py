@@ -97,11 +97,14 @@ def given_shares(
     return sizes
 
 
-def slice_of(sizes: Sequence[int], rank: int) -> slice:
-    """Return the positions of a rank's samples in a global batch: strided if equal, else a block."""
+def slice_of(sizes: Sequence[int], rank: int, contiguous: bool = False) -> slice:
+    """Return the positions of a rank's samples in a global batch.
+
+    They are strided if the shares are equal, unless `contiguous`; otherwise they are one range.
+    """
     total = sum(sizes)
     ranks = len(sizes)
-    if tuple(sizes) == equal_shares(total, ranks):
+    if not contiguous and tuple(sizes) == equal_shares(total, ranks):
         # As in versions without uneven shares, so that older runs resume to the same bits.
         return slice(rank, None, ranks)
     begin = sum(sizes[:rank])

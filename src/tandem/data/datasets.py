@@ -24,7 +24,8 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from tandem.data.seeds import derive_seed, derive_seeds
-from tandem.errors import ConfigError, text_of
+from tandem.errors import ConfigError
+from tandem.text import one_line
 
 # IDX files, the format of MNIST.
 #
@@ -272,8 +273,3 @@ def download(task: str, make: Callable[[], object]) -> None:
             f"cannot download the data of task {task} ({one_line(error)}); "
             "check the network, or put the files under --data-dir yourself"
         ) from error
-
-
-def one_line(error: BaseException) -> str:
-    """Format the type and text of another library's error without line breaks."""
-    return f"{type(error).__name__}: {' '.join(text_of(error).split())}".rstrip(": ")

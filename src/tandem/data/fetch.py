@@ -27,7 +27,7 @@ from torch.utils.data import (
 
 from tandem.data.sampler import BatchKey
 from tandem.data.seeds import NUMPY, PYTHON, TORCH, derive_seed, kept_generators, seed_host_generators
-from tandem.errors import text_of
+from tandem.text import with_type
 
 # Pass `step` and `epoch` to those methods of a task that have parameters with these names.
 
@@ -172,7 +172,7 @@ class SampleFetcher(Dataset[Batch]):
             if get_worker_info() is None or _can_be_sent(type(error)):
                 raise
             # An error whose class cannot be pickled would never leave the worker.
-            raise RuntimeError(f"{type(error).__name__}: {text_of(error)}") from error
+            raise RuntimeError(with_type(error)) from error
 
     def _batch(self, key: BatchKey) -> Batch:
         epoch, indices, step = key

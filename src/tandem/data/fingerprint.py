@@ -29,6 +29,7 @@ CLOSE = 1e-3
 def data_facts(dataset: Any, order: GlobalOrder) -> dict[str, Any]:
     """Return {"samples": count, "order": algorithm, "probe": [descriptions of a few samples]}.
 
+    An order by more than the count, such as the sizes of blocks, adds "order_of": its fingerprint.
     What is unknown is left out. Empty for a dataset with of_rank(), which compares its parts itself.
     """
     if hasattr(dataset, "of_rank") or not hasattr(dataset, "__len__"):
@@ -45,7 +46,8 @@ def data_facts(dataset: Any, order: GlobalOrder) -> dict[str, Any]:
         probe = [_sample(dataset, index) for index in indices]
     except Exception:  # any class that only resembles one of these datasets
         probe = []
-    return {"samples": count, "order": order.algorithm, "probe": probe if any(probe) else []}
+    own = {"order_of": order.fingerprint} if order.fingerprint else {}
+    return {"samples": count, "order": order.algorithm, **own, "probe": probe if any(probe) else []}
 
 
 def changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -62,14 +64,17 @@ def changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def reordered(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describe how the algorithm of the order differs from the checkpoint's; "" if it does not.
+    """Describe how the algorithm of the order, or its blocks, differ from the checkpoint's; "" if not.
 
     Manifests of versions that had only torch's shuffle do not name it.
     """
     was = saved.get("order", TORCH)
     is_now = now.get("order")
-    if not saved or is_now is None or was == is_now:
+    if not saved or is_now is None:
         return ""
+    if was == is_now:
+        same = saved.get("order_of") == now.get("order_of")
+        return "" if same else f"the definition of the order of samples ({is_now}) has changed"
     return f"the samples of an epoch were ordered by {str(was)[:80]!r} and are now ordered by {is_now!r}"
 
 

@@ -1,12 +1,15 @@
 """Select the data implementation for a dataset: the only place that decides, in training and evaluation."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
+from tandem.data.block_order import VALID_SIZES, BlockOrder, checked_sizes
 from tandem.data.fetch import Batch, Collate, is_stream, whole_fetch
 from tandem.data.loader import share_batches
+from tandem.data.mixture import Mixture
 from tandem.data.sampler import GlobalOrder, MakeOrder
 from tandem.data.source import BatchReader, TrainingData
 from tandem.data.sources import MappedData, ShardedData, StreamedData, stream_batches
@@ -21,6 +24,10 @@ def training_data(
     `order_of` creates the order of a map-style dataset; the default is a plain shuffle. Raises ConfigError if
     the dataset is smaller than one global batch, or is a stream without length and `planned` is None.
     """
+    if isinstance(dataset, Mixture):
+        order_of = dataset.order
+    if hasattr(dataset, "block_sizes"):
+        order_of = _block_order(dataset, order_of)
     if hasattr(dataset, "of_rank"):
         return ShardedData(dataset, reader)
     batch_size = reader.config.batch_size
@@ -35,6 +42,22 @@ def training_data(
     if stream:
         return StreamedData(dataset, reader, GlobalOrder(n, batch_size, reader.seed))
     return MappedData(dataset, reader, order_of(n, batch_size, reader.seed))
+
+
+def _block_order(dataset: Any, order_of: MakeOrder) -> MakeOrder:
+    """Return the order by the dataset's own blocks, unless the task defines blocks. Raises ConfigError."""
+    name = type(dataset).__name__
+    if hasattr(dataset, "of_rank") or is_stream(dataset) or not hasattr(dataset, "__len__"):
+        raise ConfigError(
+            f"{name} has block_sizes(), which is for datasets with __len__ and __getitems__ and without "
+            "of_rank(); remove one of them"
+        )
+    if order_of is not GlobalOrder:
+        return order_of
+    try:
+        return partial(BlockOrder, sizes=checked_sizes(dataset.block_sizes(), len(dataset)))
+    except ValueError as error:
+        raise ConfigError(f"block_sizes() of {name} returns {error}; {VALID_SIZES}") from None
 
 
 def takes_workers(dataset: Any, collate: Collate | None) -> bool:

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from tandem.data.datasets import TensorImages, TensorRows
 from tandem.data.fetch import Batch, Collate, Fetch, SampleFetcher, whole_fetch
 from tandem.data.sampler import BatchKey, TrainBatches
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, TandemError
 from tandem.process import close_device_files, end_with_parent
 from tandem.signals import ignore_stop_signals
 from tandem.torch_private import end_loader_processes
@@ -194,7 +194,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     def move(tensor: Tensor) -> Tensor:
         return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
 
-    return _mapped(batch, move)
+    return mapped(batch, move)
 
 
 def batch_size_of(batch: Batch) -> int:
@@ -210,10 +210,11 @@ def batch_size_of(batch: Batch) -> int:
 
 def tensor_of(batch: Batch) -> Tensor | None:
     """Return the first tensor with a dimension in tuples, lists, dicts and dataclasses, or None."""
-    return next((tensor for tensor in _tensors_of(batch) if tensor.dim()), None)
+    return next((tensor for tensor in tensors_of(batch) if tensor.dim()), None)
 
 
-def _tensors_of(batch: Batch) -> Iterator[Tensor]:
+def tensors_of(batch: Batch) -> Iterator[Tensor]:
+    """Yield the tensors of a batch, in the order of `mapped`."""
     if isinstance(batch, Tensor):
         yield batch
         return
@@ -221,7 +222,7 @@ def _tensors_of(batch: Batch) -> Iterator[Tensor]:
         batch = [getattr(batch, each.name) for each in fields(batch)]
     if isinstance(batch, Mapping | list | tuple):
         for part in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _tensors_of(part)
+            yield from tensors_of(part)
 
 
 def parts_of(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
@@ -238,7 +239,7 @@ def parts_of(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
         return tensor[begin : begin + size] if tensor.dim() and len(tensor) == samples else tensor
 
     for size in sizes:
-        parts.append(_mapped(batch, cut))
+        parts.append(mapped(batch, cut))
         begin += size
     return parts
 
@@ -270,8 +271,21 @@ def _loaded(
     try:
         for batch in batches:
             yield moved(batch, device)
+    except TandemError as error:
+        raise _as_raised(error) from error
     finally:
         _read.remove(batches)
+
+
+def _as_raised(error: TandemError) -> TandemError:
+    """Return an error with the message with which a loader process raised it.
+
+    torch puts that process's traceback before it.
+    """
+    text = str(error)
+    if "\nOriginal Traceback" not in text:
+        return error
+    return type(error)(text.rstrip().rpartition("\n")[2].partition(": ")[2])
 
 
 _read: list[Any] = []
@@ -341,7 +355,7 @@ def moved(batch: Batch, device: torch.device) -> Batch:
         there.record_stream(current)  # its memory belongs to the side stream
         return there
 
-    there = _mapped(batch, move)
+    there = mapped(batch, move)
     # One wait for the whole batch: the GPU waits for the copies, the host does not.
     current.wait_stream(side)
     return there
@@ -352,25 +366,26 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _mapped(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
+def mapped(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
+    """Return the batch with `function` applied to each tensor in nested containers."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, dict):
-        return {key: _mapped(value, function) for key, value in batch.items()}
+        return {key: mapped(value, function) for key, value in batch.items()}
     if isinstance(batch, MutableMapping):  # such as UserDict, and the results of tokenizers
         filled = copy(batch)
         for key, value in batch.items():
-            filled[key] = _mapped(value, function)
+            filled[key] = mapped(value, function)
         return filled
     if is_dataclass(batch) and not isinstance(batch, type):
         made = copy(batch)
         for each in fields(batch):
             # A frozen dataclass refuses plain assignment.
-            object.__setattr__(made, each.name, _mapped(getattr(batch, each.name), function))
+            object.__setattr__(made, each.name, mapped(getattr(batch, each.name), function))
         return made
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         # A namedtuple takes its values as separate arguments, unlike a tuple.
-        return type(batch)(*(_mapped(value, function) for value in batch))
+        return type(batch)(*(mapped(value, function) for value in batch))
     if isinstance(batch, tuple | list):
-        return type(batch)(_mapped(value, function) for value in batch)
+        return type(batch)(mapped(value, function) for value in batch)
     return batch

@@ -68,35 +68,36 @@ class Permutation:
 
     def _forward(self, values: Numbers) -> Numbers:
         high, low = self._widths
-        left, right = _halves(values, low)
+        left, right = halves(values, low)
         for key in self._keys:
-            left, right = right, left ^ _mixed(right, key, high)
+            left, right = right, left ^ mixed(right, key, high)
             high, low = low, high
         return left << numpy.uint64(low) | right
 
     def _backward(self, values: Numbers) -> Numbers:
         high, low = self._widths
-        left, right = _halves(values, low)
+        left, right = halves(values, low)
         for key in reversed(self._keys):
             high, low = low, high
-            left, right = right ^ _mixed(left, key, high), left
+            left, right = right ^ mixed(left, key, high), left
         return left << numpy.uint64(low) | right
 
 
-def _halves(values: Numbers, low: int) -> tuple[Numbers, Numbers]:
+def halves(values: Numbers, low: int) -> tuple[Numbers, Numbers]:
+    """Return the bits above the lowest `low`, and those."""
     return values >> numpy.uint64(low), values & numpy.uint64((1 << low) - 1)
 
 
-def _mixed(values: Numbers, key: numpy.uint64, bits: int) -> Numbers:
+def mixed(values: Numbers, key: numpy.uint64 | Numbers, bits: int) -> Numbers:
     """Return `bits` bits of each value's hash with `key`: products spread upward, so the top bits count."""
-    mixed = values ^ key
-    mixed *= numpy.uint64(FIRST)
-    mixed ^= mixed >> numpy.uint64(32)
-    mixed *= numpy.uint64(SECOND)
-    mixed ^= mixed >> numpy.uint64(29)
-    mixed *= numpy.uint64(GOLDEN)
-    mixed >>= numpy.uint64(64 - bits)
-    return mixed
+    hashes = values ^ key
+    hashes *= numpy.uint64(FIRST)
+    hashes ^= hashes >> numpy.uint64(32)
+    hashes *= numpy.uint64(SECOND)
+    hashes ^= hashes >> numpy.uint64(29)
+    hashes *= numpy.uint64(GOLDEN)
+    hashes >>= numpy.uint64(64 - bits)
+    return hashes
 
 
 BatchKey = tuple[int, list[int], int | None]
@@ -116,6 +117,11 @@ class GlobalOrder:
 
     Raises ConfigError if the set is smaller than one batch.
     """
+
+    contiguous = False
+    """Whether equal shares of a batch are contiguous, too, because neighbors are read together."""
+    fingerprint = ""
+    """Identifies what else the order depends on; manifests record it."""
 
     def __init__(self, n: int, batch_size: int, seed: int) -> None:
         if batch_size < 1:
@@ -162,8 +168,18 @@ class GlobalOrder:
             self._ahead = key, self._computed(epoch, begins[:, None] + of_batch)
         return epoch, self._ahead[1][position - first]
 
+    def describe(self) -> tuple[str, bool]:
+        """Return a message about the order, and whether it is a warning; ("", False) for a plain shuffle."""
+        return "", False
+
+    def at(self, epoch: int, positions: Numbers) -> Tensor:
+        """Return the int64 indices at `positions` of an epoch, in the same shape."""
+        if self.algorithm == TORCH:
+            return self._permutation(epoch)[torch.from_numpy(positions)].long()
+        return self._computed(epoch, positions)
+
     def _computed(self, epoch: int, positions: Numbers) -> Tensor:
-        """Return the indices at `positions` of an epoch, without the rest of its order."""
+        """Return what `at` does, without the rest of the epoch's order."""
         return torch.from_numpy(Permutation(self.n, derive_seed(self.seed, epoch)).at(positions))
 
     def _permutation(self, epoch: int) -> Tensor:
@@ -208,10 +224,12 @@ class TrainBatches:
         self.order = order
         self.start_step = start_step
         self.stop_step = stop_step
-        self.positions = slice_of(sizes, rank)
+        self.positions = slice_of(sizes, rank, order.contiguous)
         """The positions of this rank's samples in a global batch."""
         self.share_size = sizes[rank]
         """Samples of this rank in every step."""
+        self.before_step: Callable[[int], None] | None = None
+        """Called with each step before its samples are requested, in the process that requests them."""
         self._micro_steps = 1
         if micro_batch_size is not None:
             # The largest share sets the count, and the smallest limits it: no micro-batch may be empty.
@@ -233,6 +251,8 @@ class TrainBatches:
 
     def _parts(self) -> Iterator[tuple[int, Tensor, int]]:
         for step in range(self.start_step, self.stop_step):
+            if self.before_step is not None:
+                self.before_step(step)
             epoch, share = self.order.indices(step, self.positions)
             for part in share.tensor_split(self._micro_steps) if self._micro_steps > 1 else (share,):
                 yield epoch, part, step

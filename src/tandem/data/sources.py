@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
+from tandem.data.block_order import ReadAhead
 from tandem.data.fetch import BATCH, Batch, Collate, collated
 from tandem.data.loader import moved, train_batches
 from tandem.data.sampler import GlobalOrder
@@ -21,13 +22,19 @@ class MappedData:
     """A map-style dataset in a shuffled order that is a function of (seed, step), so it has no state."""
 
     def __init__(self, dataset: Any, reader: BatchReader, order: GlobalOrder) -> None:
+        """Raise ConfigError if the dataset cannot hold the blocks that this rank reads at a time."""
         self._dataset = dataset
         self._reader = reader
         self.order = order
+        if hasattr(dataset, "hold") and hasattr(order, "open_blocks"):
+            own = reader.cut(order, 0, 0).positions
+            dataset.hold(order.open_blocks(own), max(1, reader.workers))
 
     def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
         reader = self._reader
         cut = self._reader.cut(self.order, start, stop)
+        if hasattr(self._dataset, "will_need") and hasattr(self.order, "blocks"):
+            cut.before_step = ReadAhead(self._dataset, self.order, cut.positions, start, stop)
         batches = train_batches(
             self._dataset,
             cut,

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from tandem.data.blocks import BLOCK_SAMPLES, range_sizes, read_ahead
 from tandem.errors import ConfigError
 
 RAW = ("uint16", "uint32")
@@ -84,6 +85,36 @@ class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
         return self._maps[number][start : start + self.length + 1]
 
 
+MANY_WINDOWS = 4_000_000
+"""Larger files are ordered by blocks. In smaller ones, random reads of the page cache are cheap."""
+
+
+class TokenBlocks(TokenWindows):
+    """Windows that are read by ranges of a file; see `BlockSource`."""
+
+    def __init__(self, files: Sequence[TokenFile], length: int) -> None:
+        super().__init__(files, length)
+        of_files = [range_sizes((file.length - 1) // length) for file in self.files]
+        self._sizes = [size for sizes in of_files for size in sizes]
+        self._block_ends = list(accumulate(len(sizes) for sizes in of_files))
+        """The number of blocks up to the end of each file."""
+
+    def block_sizes(self) -> list[int]:
+        """Return the number of windows of each block."""
+        return self._sizes
+
+    def will_need(self, blocks: Sequence[int]) -> None:
+        """Let the kernel read these blocks ahead."""
+        read_ahead(self._bytes_of(block) for block in blocks)
+
+    def _bytes_of(self, block: int) -> tuple[Path, int, int]:
+        number = bisect_right(self._block_ends, block)
+        file = self.files[number]
+        first = block - (self._block_ends[number - 1] if number else 0)
+        window = self.length * numpy.dtype(file.dtype).itemsize
+        return file.path, file.offset + first * BLOCK_SAMPLES * window, self._sizes[block] * window
+
+
 def tokens(
     files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], length: int, dtype: str = "uint16"
 ) -> TokenWindows:
@@ -91,6 +122,7 @@ def tokens(
 
     Args: files: a path or pattern, such as "data/train-*.bin", or several. The files are read in the order of
     their names. `dtype`: "uint16" or "uint32", for .bin files without an .idx next to them.
+    More than MANY_WINDOWS windows are ordered by blocks of 1,000.
 
     Raises ConfigError if nothing matches, and for a file of the wrong size, type or format.
     """
@@ -108,7 +140,7 @@ def tokens(
             f"tokens(): {', '.join(map(str, patterns))}: the longest file has {longest:,} tokens; "
             f"expected at least {length + 1:,}, for one window of length {length:,} and its targets"
         )
-    return windows
+    return TokenBlocks(found, length) if len(windows) > MANY_WINDOWS else windows
 
 
 def _matching(pattern: str) -> list[Path]:

@@ -1,6 +1,7 @@
 """The values that all ranks know after a step: their layout, and how to read them without blocking a GPU.
 
-The strategy exchanges them, together with the gradients or in a small all-reduce.
+The strategy exchanges them, together with the gradients or in a small all-reduce. See
+docs/architecture.md#the-telemetry-parameter.
 """
 
 import math

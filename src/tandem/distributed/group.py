@@ -21,16 +21,16 @@ from torch.utils._pytree import tree_leaves
 from tandem.distributed.batchnorm import synchronized
 from tandem.distributed.group_store import announce, check_same_kind, forget_dump_signal, limited, open_store
 from tandem.distributed.peers import is_gpu_failure, is_of_cuda
-from tandem.distributed.position import Position as Position
-from tandem.errors import ConfigError, GpuLostError, PeerLostError, TandemError, text_of
+from tandem.distributed.position import Connection, Position
+from tandem.errors import ConfigError, GpuLostError, PeerLostError, TandemError
 from tandem.telemetry.stragglers import Gathering
+from tandem.text import first_line, in_one_line
 from tandem.torch_private import is_batchnorm
 
 T = TypeVar("T")
 # Data passes through the device in pieces of this size: a whole state may not fit there next to the model.
 BROADCAST_CHUNK_BYTES = 64 * 2**20
 TAKEN = re.compile("EADDRINUSE|[Aa]ddress already in use")
-MOST_CHARACTERS = 2000
 SAME_GPU = re.compile("Duplicate GPU detected|Multiple Ranks are using the same GPU")
 """NCCL up to 2.29, and from 2.30."""
 
@@ -47,9 +47,15 @@ class ProcessGroup:
     """An open process group, from `ProcessGroup.open` to `close`."""
 
     def __init__(
-        self, position: Position, device: torch.device, devices: tuple[torch.device, ...] = ()
+        self,
+        position: Position,
+        device: torch.device,
+        devices: tuple[torch.device, ...] = (),
+        store: Any = None,
     ) -> None:
         self.position = position
+        self.store = store
+        """The store through which the ranks have met."""
         self.device = device
         self.devices = devices or (device,)
         """All devices of this rank. The first, `device`, has the batches, the loss and what is exchanged."""
@@ -65,28 +71,31 @@ class ProcessGroup:
     def open(
         cls,
         position: Position,
+        connection: Connection,
         device: torch.device,
         timeout_seconds: float,
         devices: tuple[torch.device, ...] = (),
         connect_seconds: float | None = None,
+        had_gpu: bool = False,
     ) -> "ProcessGroup":
         """Join the group; every rank of the job calls this. Raises PeerLostError.
 
         `timeout_seconds` limits every collective, and must allow for compilation in the first step; the
         watchdog detects hangs. Once all ranks have met, `connect_seconds` limits how long they may take to
-        connect (default: the same); then the process ends (see `group_store.py`).
+        connect (default: the same); then the process ends (see `group_store.py`). `had_gpu`: see `Grant`.
         """
         timeout = timedelta(seconds=timeout_seconds)
         connecting: AbstractContextManager[None] = nullcontext()
         try:
-            store = open_store(position, timeout)
+            store = open_store(position, connection, timeout)
             if position.world_size > 1:
                 # The others cannot open their group before rank 0 arrives in `check_same_kind`.
                 if position.rank == 0:
                     forget_dump_signal(store)
                 announce(store, position)
                 check_same_kind(store, position, device.type)
-                connecting = limited(store, position, device.type, connect_seconds or timeout_seconds)
+                limit = connect_seconds or timeout_seconds
+                connecting = limited(store, position, connection, device.type, limit)
             with connecting:
                 dist.init_process_group(
                     store=store,
@@ -104,8 +113,8 @@ class ProcessGroup:
             # stays as it is.
             if is_gpu_failure(error):
                 raise
-            raise _why_not_open(error, position) from error
-        return cls(position, device, devices)
+            raise _why_not_open(error, position, connection.master, had_gpu) from error
+        return cls(position, device, devices, store)
 
     @property
     def ddp_devices(self) -> list[torch.device] | None:
@@ -190,6 +199,20 @@ class ProcessGroup:
                     received += chunk.cpu().numpy().tobytes()
             parts.append(bytes(received))
         return parts if self.is_first else []
+
+    def rotate_bytes(self, payload: bytes, shift: int) -> bytes:
+        """Send bytes to the rank `shift` before this one, and return those of the rank `shift` after it."""
+        lengths = self.gather(len(payload))
+        source = (self.rank + shift) % self.size
+        sent = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self.device)
+        received = torch.empty(lengths[source], dtype=torch.uint8, device=self.device)
+        operations = [
+            dist.P2POp(dist.isend, sent, (self.rank - shift) % self.size),
+            dist.P2POp(dist.irecv, received, source),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return received.cpu().numpy().tobytes()
 
     def broadcast_bytes(self, payload: bytes | None, source: int = 0) -> bytes:
         """Broadcast a rank's bytes to every rank, in chunks of 64 MiB; other ranks pass None."""
@@ -279,10 +302,12 @@ class ProcessGroup:
             raise PeerLostError("preparing the data failed on another node; see its log")
 
 
-def _why_not_open(error: Exception, position: Position) -> TandemError:
+def _why_not_open(
+    error: Exception, position: Position, master: tuple[str, int] | None, had_gpu: bool
+) -> TandemError:
     """Return the error for this rank if `error` was raised while the group opened."""
     if TAKEN.search(str(error)):
-        port = position.master[1] if position.master else os.environ.get("MASTER_PORT")
+        port = master[1] if master else os.environ.get("MASTER_PORT")
         return ConfigError(
             f"port {port}, the rendezvous port of the ranks, is in use by another program on this host, "
             "maybe by an earlier run; stop it, or give all ranks another MASTER_PORT"
@@ -293,7 +318,7 @@ def _why_not_open(error: Exception, position: Position) -> TandemError:
             "set --nproc to the number of GPUs, or use --device cpu"
         )
     if is_of_cuda(error):
-        kind = GpuLostError if position.had_gpu else ConfigError
+        kind = GpuLostError if had_gpu else ConfigError
         full = (
             "; another process may hold its memory, see nvidia-smi" if "out of memory" in str(error) else ""
         )
@@ -319,17 +344,6 @@ def _bind(device: torch.device, devices: Sequence[torch.device]) -> dict[str, An
 def has_buffers_beside_batchnorm(module: nn.Module) -> bool:
     """Return True if a layer other than BatchNorm has a buffer, even one that is still None."""
     return any(child._buffers for child in module.modules() if not is_batchnorm(child))
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, for a one-line message."""
-    return (text_of(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def in_one_line(error: BaseException) -> str:
-    """Return all of an error's text in one line: NCCL's reason is at the end, after c10d's own text."""
-    lines = [line.strip() for line in text_of(error).splitlines() if line.strip()]
-    return "; ".join(lines)[:MOST_CHARACTERS] or type(error).__name__
 
 
 # Observe the collectives that user code calls, before they run.

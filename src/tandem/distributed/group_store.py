@@ -21,7 +21,7 @@ from typing import Any
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from tandem.distributed.position import Position
+from tandem.distributed.position import Connection, Position
 from tandem.errors import PEER_LOST, ConfigError, PeerLostError
 from tandem.timeouts import LEAVE_SECONDS, MEETING_FILE_SECONDS, RENDEZVOUS_POLL_SECONDS, WAITING_WORD_SECONDS
 from tandem.torch_private import listening_at, without_prefixes
@@ -99,29 +99,29 @@ def connect_store(
             speaks_at += word_every
 
 
-def open_store(position: Position, timeout: timedelta) -> Any:
+def open_store(position: Position, connection: Connection, timeout: timedelta) -> Any:
     """Open the store through which ranks find each other; `timeout` limits waits for other ranks."""
-    if position.store is not None:
-        host, port, prefix = position.store
+    if connection.store is not None:
+        host, port, prefix = connection.store
         return PrefixStore(prefix, TCPStore(host, port, is_master=False, timeout=timeout))
-    if position.init == "alone":
+    if connection.init == "alone":
         return HashStore()
-    if position.init == "env":
+    if connection.init == "env":
         return next(rendezvous("env://", timeout=timeout))[0]
-    if position.init.startswith("file:"):
-        check_fresh(Path(position.init.removeprefix("file://")), time.time())
-        store = next(rendezvous(position.init, position.rank, position.world_size, timeout=timeout))[0]
+    if connection.init.startswith("file:"):
+        check_fresh(Path(connection.init.removeprefix("file://")), time.time())
+        store = next(rendezvous(connection.init, position.rank, position.world_size, timeout=timeout))[0]
         # torch's handler for files ignores the timeout that it gets.
         store.set_timeout(timeout)
         return store
-    if position.master is None:
+    if connection.master is None:
         raise ValueError("no master is known")
-    host, port = position.master
+    host, port = connection.master
     is_first = position.rank == 0
     # With one node, other hosts have no reason to connect, so the store listens at the master's address
     # alone.
     here = listen(host, port)[0] if is_first and position.nodes == 1 else None
-    patience = timedelta(seconds=position.patience)
+    patience = timedelta(seconds=connection.patience)
     own: Any
     if is_first:
         # torch's own wait would not say who is missing, so `wait_for_all` waits instead.
@@ -129,18 +129,18 @@ def open_store(position: Position, timeout: timedelta) -> Any:
             host, port, is_master=True, timeout=patience, wait_for_workers=False, **listening_at(here)
         )
     else:
-        own = connect_store(host, port, patience, position.patience)
-    store = PrefixStore(position.job, own) if position.job else own
-    wait_for_all(store, position)
+        own = connect_store(host, port, patience, connection.patience)
+    store = PrefixStore(connection.job, own) if connection.job else own
+    wait_for_all(store, position, connection.patience)
     # The patience for late nodes ends here; from now on the collectives' timeout applies.
     own.set_timeout(timeout)
     return store
 
 
-def wait_for_all(store: Any, position: Position) -> None:
+def wait_for_all(store: Any, position: Position, patience: float) -> None:
     """Wait until each rank has joined the store on rank 0; report every few seconds who is missing.
 
-    Raises PeerLostError if they do not join within `position.patience`.
+    Raises PeerLostError if they do not join within `patience` seconds.
     """
     size = position.world_size
     began = time.monotonic()
@@ -153,19 +153,19 @@ def wait_for_all(store: Any, position: Position) -> None:
         time.sleep(RENDEZVOUS_POLL_SECONDS)
         count = store.add("here", 0)
         now = time.monotonic()
-        if count >= size or now < min(speaks_at, began + position.patience):
+        if count >= size or now < min(speaks_at, began + patience):
             continue
         missing = [str(rank) for rank in range(size) if not store.check([f"here/{rank}"])]
         more = f" and {len(missing) - SHOWN} more" if missing[SHOWN:] else ""
         who = f"rank {', '.join(missing[:SHOWN])}{more}"
-        if now >= began + position.patience:
+        if now >= began + patience:
             raise PeerLostError(
-                f"not all of the {size} ranks joined within {position.patience:.0f} s, missing {who}; start "
+                f"not all of the {size} ranks joined within {patience:.0f} s, missing {who}; start "
                 "the others, or raise --master-timeout"
             )
         log.info(
             "waiting: %d of %d ranks have joined, missing %s (%.0f of %.0f s)",
-            count, size, who, now - began, position.patience,
+            count, size, who, now - began, patience,
         )  # fmt: skip
         speaks_at = now + WAITING_WORD_SECONDS
 
@@ -231,7 +231,9 @@ MOST_NAMES = 4
 
 
 @contextmanager
-def limited(store: Any, position: Position, kind: str, seconds: float) -> Iterator[None]:
+def limited(
+    store: Any, position: Position, connection: Connection, kind: str, seconds: float
+) -> Iterator[None]:
     """Limit the time in which this rank connects to the others inside the block.
 
     After `seconds`, log one line that says who is missing, and end the process with 200.
@@ -240,7 +242,7 @@ def limited(store: Any, position: Position, kind: str, seconds: float) -> Iterat
 
     def end() -> None:
         if not over.wait(seconds):
-            log.error("%s", timeout_message(position, kind, seconds, states(position)))
+            log.error("%s", timeout_message(position, kind, seconds, states(position, connection)))
             # An exception would end only this thread, and the main thread may be blocked in C.
             os._exit(PEER_LOST)
 
@@ -260,7 +262,7 @@ def announce(store: Any, position: Position) -> None:
     store.set(_key(position.rank), COMES)
 
 
-def states(position: Position) -> list[tuple[str, str]]:
+def states(position: Position, connection: Connection) -> list[tuple[str, str]]:
     """Return (name, state) of all other ranks; empty if the store does not answer.
 
     It uses a new connection, because the blocked thread may hold the rank's own.
@@ -268,7 +270,8 @@ def states(position: Position) -> list[tuple[str, str]]:
     others = [rank for rank in range(position.world_size) if rank != position.rank]
     try:
         # Any rank but 0 connects as a client; rank 0 may host the store in this process.
-        store = open_store(replace(position, rank=position.rank or 1), timedelta(seconds=LEAVE_SECONDS))
+        client = replace(position, rank=position.rank or 1)
+        store = open_store(client, connection, timedelta(seconds=LEAVE_SECONDS))
         keys = [key for rank in others for key in (f"connecting/name/{rank}", _key(rank))]
         found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
     # The store may be gone with rank 0. The message helps without the names, too.
@@ -280,10 +283,7 @@ def states(position: Position) -> list[tuple[str, str]]:
 
 def timeout_message(position: Position, kind: str, seconds: float, others: list[tuple[str, str]]) -> str:
     """Return the message: who waits, for whom, and where to look."""
-    library = LIBRARIES[kind]
-    variable = f"{library.upper()}_SOCKET_IFNAME"
-    interface = os.environ.get(variable)
-    message = f"{library} has not connected the {position.world_size} ranks within {seconds:g} s"
+    message = f"{LIBRARIES[kind]} has not connected the {position.world_size} ranks within {seconds:g} s"
     here = f"{_name(position)} waits"
     # Ranks that have not begun come first, because the others may be waiting for them.
     for state in (COMES, CONNECTS):
@@ -292,13 +292,16 @@ def timeout_message(position: Position, kind: str, seconds: float, others: list[
             more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
             here += f"; {state}: {', '.join(names[:MOST_NAMES])}{more}"
     if any(state == COMES for _, state in others):
-        remedy = "see the log of that rank, or raise --master-timeout"
-    else:
-        is_set = f"is {interface}" if interface else "is not set"
-        remedy = f"{variable} {is_set}; set it to the network interface that reaches the other nodes"
-        if kind == "cuda":
-            remedy += "; set NCCL_DEBUG=INFO to see what NCCL tries"
-    return f"{message}: {here}; {remedy}"
+        return f"{message}: {here}; see the log of that rank, or raise --master-timeout"
+    return f"{message}: {here}; {_network_remedy(kind)}"
+
+
+def _network_remedy(kind: str) -> str:
+    variable = f"{LIBRARIES[kind].upper()}_SOCKET_IFNAME"
+    interface = os.environ.get(variable)
+    is_set = f"is {interface}" if interface else "is not set"
+    remedy = f"{variable} {is_set}; set it to the network interface that reaches the other nodes"
+    return f"{remedy}; set NCCL_DEBUG=INFO to see what NCCL tries" if kind == "cuda" else remedy
 
 
 def _name(position: Position) -> str:

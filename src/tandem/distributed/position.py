@@ -1,8 +1,11 @@
-"""The position of a process in the job. Does not import torch, so a rank can use it before all imports."""
+"""What a rank knows when it starts: its position, how it connects to the others, what its agent gives it.
 
-from collections.abc import Callable
+Does not import torch, so a rank can use it before all imports. See docs/architecture.md#workloads.
+"""
+
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tandem.checkpoint.decision import ResumeDecision
@@ -12,21 +15,9 @@ from tandem.run.lease import Token
 
 @dataclass(frozen=True)
 class Position:
-    """The position of this process in the job, and what its agent gives it.
+    """The position of this process in the job.
 
-    `store` is (host, port, prefix) of the agents' store. If it is None, `init` determines how the group is
-    found: "env" (torchrun's variables), "alone" (a single process), "master" (rank 0 hosts a store) or the
-    address of a file that all ranks can reach, "file:///PATH".
-
-    `patience` is how many seconds ranks wait for each other and for their connections. `job` separates ranks
-    of different jobs that use the same store. `device` is this rank's GPU among those it sees, if that is not
-    its local rank.
-
-    `resume` is where the run begins, decided once before any rank starts; only rank 0 uses it. `owner` is the
-    fencing token that each publication in the run directory checks; None if nothing is written there.
-
-    `memories` outlive the node's ranks: first a region per rank for its part of what is equal on all ranks,
-    then a region per rank for its own state. Empty without an agent.
+    `device` is this rank's GPU among those it sees, if that is not its local rank.
     """
 
     rank: int = 0
@@ -38,12 +29,49 @@ class Position:
     ranks_on_host: int = 1
     platform: str = "none"
     node_name: str = "localhost"
+    device: int | None = None
+
+    @property
+    def gpu(self) -> int:
+        """The index of this process's GPU among those it sees."""
+        return self.local_rank if self.device is None else self.device
+
+    def __str__(self) -> str:
+        rank = f"rank {self.rank} of {self.world_size}"
+        node = f"node {self.node_rank} of {self.nodes}"
+        return f"{rank} on {node} ({self.node_name})"
+
+
+@dataclass(frozen=True)
+class Connection:
+    """How a rank finds the other ranks.
+
+    `store` is (host, port, prefix) of the agents' store. If it is None, `init` determines how the group is
+    found: "env" (torchrun's variables), "alone" (a single process), "master" (rank 0 hosts a store) or the
+    address of a file that all ranks can reach, "file:///PATH".
+
+    `patience` is how many seconds ranks wait for each other and for their connections. `job` separates ranks
+    of different jobs that use the same store.
+    """
+
     store: tuple[str, int, str] | None = None
     init: str = "alone"
     master: tuple[str, int] | None = None
     patience: float = 300.0
     job: str = ""
-    device: int | None = None
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What an agent gives to a rank; the same for all its ranks of a generation.
+
+    `resume` is where the run begins, decided once before any rank starts; only rank 0 uses it. `owner` is the
+    fencing token that each publication in the run directory checks; None if nothing is written there.
+
+    `memories` outlive the node's ranks: first a region per rank for its part of what is equal on all ranks,
+    then a region per rank for its own state. Empty without an agent.
+    """
+
     restart: int = 0
     sample_socket: str | None = None
     resume: ResumeDecision = ResumeDecision("fresh")
@@ -51,20 +79,19 @@ class Position:
     memories: tuple[NodeMemory, ...] = ()
 
     @property
+    def folder(self) -> Path:
+        """The agent's directory on this node, which is removed with it; without an agent, the current one."""
+        return Path(self.sample_socket or ".").parent
+
+    @property
     def shared_memories(self) -> tuple[NodeMemory, ...]:
         """The regions of all ranks of the node, for state that is equal on all ranks of the job."""
         return self.memories[: len(self.memories) // 2]
 
-    @property
-    def own_memories(self) -> tuple[NodeMemory, ...]:
-        """The region of this rank's own state; empty without an agent."""
-        index = len(self.memories) // 2 + self.local_rank
+    def own_memories(self, local_rank: int) -> tuple[NodeMemory, ...]:
+        """Return the region of that rank's own state; empty without an agent."""
+        index = len(self.memories) // 2 + local_rank
         return self.memories[index : index + 1]
-
-    @property
-    def gpu(self) -> int:
-        """The index of this process's GPU among those it sees."""
-        return self.local_rank if self.device is None else self.device
 
     @property
     def had_gpu(self) -> bool:
@@ -81,24 +108,31 @@ class Position:
 
     @property
     def _gpu_note(self) -> Path | None:
-        """The file next to the agent's socket, in a directory that is removed with the agent."""
-        return Path(self.sample_socket).with_name("had-gpu") if self.sample_socket else None
+        return self.folder / "had-gpu" if self.sample_socket else None
 
-    def __str__(self) -> str:
-        rank = f"rank {self.rank} of {self.world_size}"
-        node = f"node {self.node_rank} of {self.nodes}"
-        return f"{rank} on {node} ({self.node_name})"
+
+@dataclass(frozen=True)
+class RankStart:
+    """All that a rank gets when it starts, as one value that an agent can send to its process."""
+
+    position: Position = Position()
+    connection: Connection = Connection()
+    grant: Grant = Grant()
+
+    def with_memories(self, memories: Sequence[NodeMemory]) -> "RankStart":
+        """Return the same start with these memories, which a process inherits instead of receiving them."""
+        return replace(self, grant=replace(self.grant, memories=tuple(memories)))
 
 
 @dataclass
 class Launched:
-    """A script that runs as the rank at `position` in this process, and its interface to the runner.
+    """A script that runs as a rank in this process, and its interface to the runner.
 
     A script that reports its own steps calls `hand_over` and sets `close`: when the script ends,
     `close(code)` returns the exit code. It raises TandemError.
     """
 
-    position: Position
+    start: RankStart
     hand_over: Callable[[], None]
     close: Callable[[int], int] = lambda code: code
 

@@ -1,4 +1,7 @@
-"""Send a state from one rank to all, or what only rank 0 has right of it."""
+"""Send a state from one rank to all, or what only rank 0 has right of it.
+
+See docs/architecture.md#snapshots-on-every-node.
+"""
 
 import math
 import time

@@ -5,6 +5,8 @@ docs/architecture.md#who-decides-restarts has the rules that this module and `ge
 
 import logging
 import os
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
@@ -13,6 +15,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 from tandem.errors import KILLED, PEER_LOST, PeerLostError, TandemError, is_retried
 from tandem.launch.connectivity import Connect, what_is_wrong
 from tandem.launch.generations import NodeAgent
+from tandem.launch.inspection import Inspector
+from tandem.launch.inspection_socket import InspectionSocket
 from tandem.launch.node_context import NodeContext, RestartBudget
 from tandem.launch.rendezvous import (
     JobEndedError,
@@ -24,6 +28,7 @@ from tandem.launch.rendezvous import (
 from tandem.launch.rendezvous_state import paces
 from tandem.launch.secret import SECRET
 from tandem.launch.watchdog import SlowRanks, Watchdog
+from tandem.telemetry.hangs import Beat
 from tandem.timeouts import LEAVE_SECONDS
 from tandem.torch_private import hasten_rendezvous
 
@@ -66,10 +71,20 @@ def run_agent(node: NodeContext) -> AgentReport:
         node.view.metrics,
     )
     node.view.on_heartbeat = watchdog.record_heartbeat
-    watchdog.on_beats = SlowRanks(node.view.receive, node.view.event).look
+    inspector = Inspector(node)
+    slow_ranks = SlowRanks(node.view.receive, node.view.event)
+
+    def know(beats: Sequence[Beat]) -> None:
+        inspector.note(beats)
+        slow_ranks.look(beats)
+
+    watchdog.on_beats = know
+    watchdog.on_exchange = inspector.look
+    node.view.inspect_by(inspector.ask)
     watchdog.start()
     try:
-        report = replace(_run_connections(node, watchdog, server), store=server)
+        with InspectionSocket(node, inspector) if placement.node_rank == 0 else nullcontext():
+            report = replace(_run_connections(node, watchdog, server), store=server)
     finally:
         watchdog.close(server)
         node.workers.end_standby()

@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -18,9 +19,9 @@ from tandem.launch.misplaced_flags import hint
 from tandem.launch.node import run_this_node, with_port
 from tandem.launch.program_arguments import check
 from tandem.launch.run_dir import adjust_for_job
+from tandem.launch.secret import conceal
 from tandem.launch.simulated import simulate
 from tandem.launch.torch_variables import wait_passively
-from tandem.launch.workers import resolve as import_rank_function
 from tandem.log import is_quiet, log_if_slow, outlive_the_terminal, setup, writes_to_file
 from tandem.platforms.placement import Placement, detect, of_this_process
 from tandem.platforms.replica import note_code, note_end, note_start, stay_down_code
@@ -84,7 +85,8 @@ def _launch(flags: Flags, environ: Environment, program: Program | None) -> int:
         refuse_if_owned(run.where)  # fail early; node 0 takes the lease only once it has started
     placement = with_port(placement)
     if placement.starts_all and placement.nodes > 1:
-        return simulate(run, settings, placement, as_flags(flags), environ, stop, work)
+        words = [*as_flags(flags), *_notify_flag(settings)]
+        return simulate(run, settings, placement, words, environ, stop, work)
     if per_node := environ.get("TANDEM_COMPOSE_GPUS"):
         os.environ.update(share_of_replica(gpus_of(environ), per_node, placement.node_rank, placement.nodes))
     is_here = placement.node_rank == 0 and (placement.starts_all or placement.nodes_share_host)
@@ -92,6 +94,12 @@ def _launch(flags: Flags, environ: Environment, program: Program | None) -> int:
     header = where(run, work.saves) if is_shown else ""
     state = environ.get("TANDEM_STATE_DIR")
     return run_this_node(run, settings, placement, work, Path(state) if state else None, stop, header)
+
+
+def _notify_flag(settings: Settings) -> list[str]:
+    """Return the flag that gives the webhook to simulated nodes, which no longer find it in a variable."""
+    webhook = settings.telemetry.notify
+    return ["--notify", webhook.address] if webhook is not None and webhook.address else []
 
 
 def _work_of(program: Program | None, run: RunDir, settings: Settings, chosen: frozenset[str]) -> Workload:
@@ -122,13 +130,15 @@ def train(flags: Flags, environ: Environment) -> int:
 
 
 def _train(run: RunDir, settings: Settings, placement: Placement, chosen: frozenset[str]) -> int:
+    if settings.telemetry.notify is not None and not placement.rank:
+        log.warning("--notify has no effect here: an agent sends the messages; start with `tandem launch`")
     wait_passively()
     with log_if_slow("importing torch"):
         from tandem.launch.lone_rank import run_lone_rank
-        from tandem.work.task import RANK_FUNCTION
+        from tandem.work.task import rank_function
 
-        rank_function = import_rank_function(RANK_FUNCTION)
-    return run_lone_rank(run, settings, placement, rank_function, chosen)
+        function = rank_function()
+    return run_lone_rank(run, settings, placement, function, chosen)
 
 
 def _begin(
@@ -137,6 +147,7 @@ def _begin(
     """Return the run directory, the settings, this node's placement, and the names of explicit settings."""
     loaded = resolve(flags, environ)
     settings = loaded.settings
+    conceal(settings.telemetry.notify, os.environ, sys.argv)
     notes = list(loaded.notes)
     if program is not None:
         settings = settings.replace(task=program.name, task_fields={})

@@ -18,10 +18,9 @@ from tandem.checkpoint.store import CheckpointStore
 from tandem.config import SETTINGS, Given, Settings, as_flags, resolve
 from tandem.config.slices import LaunchConfig
 from tandem.config.task_names import is_script, whose_code_runs
-from tandem.data.datasets import one_line
-from tandem.distributed.position import Position
+from tandem.distributed.position import RankStart
 from tandem.errors import FAILED, FINISHED, ConfigError, PeerLostError, TandemError, job_code, shell_code
-from tandem.launch.lone_rank import position_of
+from tandem.launch.lone_rank import connection_of, position_of
 from tandem.launch.run_dir import scratch
 from tandem.launch.simulated import stop_with_parent
 from tandem.launch.torch_variables import use_loopback
@@ -29,6 +28,7 @@ from tandem.log import printable, setup
 from tandem.platforms.placement import detect, outside_steps
 from tandem.tasks.traces import short_trace, what_and_where
 from tandem.telemetry.journal import to_json
+from tandem.text import one_line
 from tandem.timeouts import SUPERVISE_SECONDS
 
 log = logging.getLogger("tandem.run")
@@ -65,15 +65,17 @@ def evaluate(source: str, given: Mapping[str, Given], environ: Mapping[str, str]
     placement = replace(placement.as_rank(), nproc=placement.nproc or 1)
     if placement.nodes == 1:
         use_loopback()
-    return _as_rank(settings, position_of(placement, settings.launch), store, step, as_json)
+    start = RankStart(position_of(placement), connection_of(placement, settings.launch))
+    return _as_rank(settings, start, store, step, as_json)
 
 
-def _as_rank(settings: Settings, position: Position, store: CheckpointStore, step: int, as_json: bool) -> int:
+def _as_rank(settings: Settings, start: RankStart, store: CheckpointStore, step: int, as_json: bool) -> int:
     from tandem.distributed.peers import is_peer_loss
     from tandem.rank.task import score
 
+    position = start.position
     try:
-        scores = score(settings, position, f"{store.directory}@{step}")
+        scores = score(settings, start, f"{store.directory}@{step}")
     except TandemError:
         raise
     except Exception as error:

@@ -91,6 +91,20 @@ def agreed(store: Any, key: str, form: str) -> str:
     return text
 
 
+RANKS_STORE_KEY = "tandem/master"
+
+
+def publish_ranks_store(store: Any, address: str) -> None:
+    """Tell the other nodes the address of the store that the first node hosts for this generation's ranks."""
+    store.set(RANKS_STORE_KEY, address)
+
+
+def ranks_store(store: Any) -> tuple[str, int]:
+    """Return (host, port) of that store. Raises StoreLostError."""
+    host, _, port = agreed(store, RANKS_STORE_KEY, r"[\w.:\[\]-]{1,255}:\d{1,5}").rpartition(":")
+    return host, int(port)
+
+
 def check_all_are_in(placement: Placement, nodes: int) -> None:
     """Raise StoreLostError if a rendezvous of `nodes` nodes is not what the job asked for.
 

@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, cast
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -25,7 +24,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from tandem import running_clock
-from tandem.distributed.group import Position, first_line
+from tandem.distributed.position import Grant, Position, RankStart
 from tandem.errors import (
     FAILED,
     FINISHED,
@@ -37,7 +36,7 @@ from tandem.errors import (
     is_own,
     was_killed,
 )
-from tandem.launch.generation_sync import GenerationStore, agree_on_generation, agreed, check_all_are_in
+from tandem.launch import generation_sync as sync
 from tandem.launch.membership import Departures, Membership
 from tandem.launch.node_context import NodeContext, RestartBudget
 from tandem.launch.recovery import Recovery, Repeats
@@ -57,6 +56,7 @@ from tandem.launch.shutdown import Stopping, await_other_nodes, cause_in, is_tim
 from tandem.launch.watchdog import Watchdog, gather_stacks
 from tandem.signals import forwarded_as
 from tandem.telemetry.hangs import Alarm
+from tandem.text import first_line
 from tandem.timeouts import (
     BLAME_SECONDS,
     ENDING_SECONDS,
@@ -84,8 +84,9 @@ class NodeAgent(SimpleElasticAgent):
         self._workers = node.workers
         self._stop = node.stop
         self._joining = False
-        self._restart = 0
         self._positions = dict[int, Position]()
+        self._prefix = ""  # of this generation's keys in the store
+        self._grant = Grant()
         self._hang: Alarm | None = None
         self._cause: Cause | None = None  # why the last generation ended, if the workload knows
         self._meeting: TCPStore | None = None  # the store of the ranks, if they have their own
@@ -113,7 +114,9 @@ class NodeAgent(SimpleElasticAgent):
             # A task's checkpoints prove that all nodes are done; a script's nodes have to agree. See
             # docs/architecture.md#user-scripts.
             if code == FINISHED and not self._work.saves and self._node.placement.nodes > 1:
-                await_other_nodes(self._node, self._root, self._handler, self._positions[0])
+                await_other_nodes(
+                    self._node, self._root, self._handler, self._prefix, self._positions[0].nodes
+                )
         except JobEndedError as result:
             # Another node's ranks succeeded before they knew of the failure here. 0 would tell the platform
             # that the job is done.
@@ -157,7 +160,7 @@ class NodeAgent(SimpleElasticAgent):
             self._watchdog.end_generation(self._root)
             # Another node of an elastic job leaves. All ranks have saved and stopped with 143; this node
             # continues with the next one, and its own stop (if a signal arrives now) finds everything saved.
-            if code == STOPPED and not self._stop and self._departures.others_continue(self._positions[0]):
+            if code == STOPPED and not self._stop and self._departures.others_continue():
                 log.info(
                     "a node was asked to stop and leaves; the others continue from the step where all stopped"
                 )
@@ -166,13 +169,13 @@ class NodeAgent(SimpleElasticAgent):
                 continue
             # Read before `kill`, whose SIGKILLs would look like the cause.
             ended = self._workers.codes(), self._workers.aborted()
-            self._recovery.failed(self._positions, *ended, why=self._known_cause())
+            self._recovery.failed(self._positions, self._prefix, *ended, why=self._known_cause())
             if code is None:
                 self._workers.kill()
                 # None: nodes wait to be let in, or the job ended elsewhere. The latter needs no line here,
                 # because the next rendezvous reads and reports the job's result.
                 if self._ended_elsewhere_since is None:
-                    self._recovery.interrupted(self._restart + 2)
+                    self._recovery.interrupted(self._grant.restart + 2)
                 continue
             if not self._work.is_retried(code):
                 # Rank 0 may be saving, and its error is the reason to report.
@@ -197,9 +200,9 @@ class NodeAgent(SimpleElasticAgent):
                 self._budget.incidents += 1
             if self._budget.is_spent:
                 return KILLED if self._stop else PEER_LOST, f"{self._budget} is spent: {how}"
-            log.warning("%s; restarting all ranks (generation %d)", how, self._restart + 2)
+            log.warning("%s; restarting all ranks (generation %d)", how, self._grant.restart + 2)
             if not self._recovery.memory_reason:
-                self._repeats.ended(code, self._positions, codes)
+                self._repeats.ended(code, self._positions, self._prefix, self._grant, codes)
 
     def _same_hang_again(self) -> Alarm | None:
         """Return the hang that ended this generation and the previous one, and would recur; else None."""
@@ -235,6 +238,8 @@ class NodeAgent(SimpleElasticAgent):
             now=self._workers.codes,
             blamed=self._await_blame,
             positions=self._positions,
+            prefix=self._prefix,
+            grant=self._grant,
             nodes=self._node.placement.nodes,
             stop=self._stop,
             is_forwarded=self._stopping is not None,
@@ -254,7 +259,7 @@ class NodeAgent(SimpleElasticAgent):
             codes = self._workers.codes()
             failed = failures(codes)
             explained = any(code != PEER_LOST for code in failed.values())
-            explained = explained or bool(self._recovery.out_of_memory(self._positions))
+            explained = explained or bool(self._recovery.out_of_memory(self._prefix))
             if explained or None not in codes.values() or running_clock.now() > deadline:
                 return failed
             self._workers.pause(MONITOR_SECONDS)
@@ -295,7 +300,7 @@ class NodeAgent(SimpleElasticAgent):
             if self._stop and self._stopping is None:
                 self._stopping = Stopping(self._node, self._progress)
                 self._workers.signal(forwarded_as(self._stop.signal_number or 15))
-                self._departures.leaves(self._positions[0])
+                self._departures.leaves()
             if self._stop.interrupts > 1:
                 return INTERRUPTED_TWICE
             if self._stopping and (code := self._stopping.code(self._watchdog.has_trained)) is not None:
@@ -401,7 +406,7 @@ class NodeAgent(SimpleElasticAgent):
         self._joining = False  # the outcome is fixed, so `_before_poll` must not raise another one
         with contextlib.suppress(RuntimeError, RendezvousError, OSError):
             # An elastic job continues without this node, so it leaves no result.
-            if code == STOPPED and self._positions and self._departures.can_leave(self._positions[0]):
+            if code == STOPPED and self._positions and self._departures.can_leave():
                 self._departures.go(self._handler)
                 return True
             # A retried code is this node's own: its platform restarts it, and the others rejoin. It ends the
@@ -438,12 +443,12 @@ class NodeAgent(SimpleElasticAgent):
     def _assign_worker_ranks(self, store: Any, group_rank: int, nodes: int, spec: WorkerSpec) -> Any:
         return super()._assign_worker_ranks(self._interruptible(store, nodes), group_rank, nodes, spec)
 
-    def _interruptible(self, store: Any, nodes: int) -> GenerationStore:
+    def _interruptible(self, store: Any, nodes: int) -> sync.GenerationStore:
         def look() -> None:
             self._before_poll()
             check_all_stay(self._handler, nodes)
 
-        return GenerationStore(store, look, paces(nodes).poll_seconds / 10)
+        return sync.GenerationStore(store, look, paces(nodes).poll_seconds / 10)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Compute the position of every local rank, and start them there."""
@@ -454,19 +459,23 @@ class NodeAgent(SimpleElasticAgent):
         # dropped with its reference.
         if self._work.has_own_store and group.group_rank == 0:
             self._meeting, address = self._node.endpoint.host_for_ranks()
-            group.store.set("tandem/master", address)
-        check_all_are_in(placement, group.group_world_size)
+            sync.publish_ranks_store(group.store, address)
+        sync.check_all_are_in(placement, group.group_world_size)
         # The first node of the round reads its own state and decides for all, so that every node handles a
         # stop in the same way.
         progress = self._work.progress(self._node.view.plan is not None, self._node.resume)
         proposal = (self._budget.generations, progress) if group.group_rank == 0 else None
-        prefix, self._restart, self._progress = agree_on_generation(group.store, proposal)
+        prefix, restart, self._progress = sync.agree_on_generation(group.store, proposal)
         self._budget.generations += 1
-        self._positions = positions = {
-            worker.local_rank: self._position(worker, group, prefix) for worker in group.workers
-        }
+        # These may raise, so the last generation's values are replaced afterwards.
+        connection = self._node.connection(prefix, group.store)
+        self._grant = self._node.grant(restart, self._recovery.with_smaller_batch(self._node.resume))
+        self._prefix = prefix
+        self._positions = positions = self._node.positions(group)
+        self._departures.begin_generation(prefix, positions[0].nodes)
         self._node.view.generation_started(self._budget.generations, positions[0])
-        pids = self._workers.start(positions)
+        starts = {at: RankStart(each, connection, self._grant) for at, each in positions.items()}
+        pids = self._workers.start(starts)
         # An elastic job may have nodes with any rank below MAX.
         everyone = range(max(placement.nodes, (placement.elastic or (0, 0))[1]))
         by_rank = {positions[local_rank].rank: pid for local_rank, pid in pids.items()}
@@ -475,14 +484,6 @@ class NodeAgent(SimpleElasticAgent):
         for local_rank, pid in pids.items():
             log.info("%s is process %d", positions[local_rank], pid)
         return dict(pids)
-
-    def _position(self, worker: Any, group: Any, prefix: str) -> Position:
-        found = self._recovery.with_smaller_batch(self._node.position(worker, group, prefix, self._restart))
-        if not self._work.has_own_store:
-            return found
-        host, _, port = agreed(group.store, "tandem/master", r"[\w.:\[\]-]{1,255}:\d{1,5}").rpartition(":")
-        master = self._node.endpoint.of_ranks(host, int(port))
-        return replace(found, master=master, local_world_size=self._node.nproc)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._workers.kill()

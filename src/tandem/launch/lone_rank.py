@@ -7,13 +7,12 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.checkpoint.listing import newest_step
 from tandem.config import Settings, TaskJob
 from tandem.config.slices import LaunchConfig
-from tandem.distributed.group import Position
+from tandem.distributed.position import Connection, Grant, Position, RankStart
 from tandem.errors import INTERRUPTED_TWICE, KILLED, STOPPED
 from tandem.launch.rendezvous import wait_for_master
 from tandem.launch.run_dir import prepare_run_dir, scratch
@@ -45,10 +44,16 @@ class LoneStop:
     """
 
     def __init__(
-        self, stop: StopFlag, run: RunDir, position: Position, leave: Callable[[int, str], None]
+        self,
+        stop: StopFlag,
+        run: RunDir,
+        position: Position,
+        resume: ResumeDecision,
+        leave: Callable[[int, str], None],
     ) -> None:
         self._stop = stop
         self._position = position
+        self._resume = resume
         self._leave = leave
         self._run = run
         self.is_over = False
@@ -81,7 +86,7 @@ class LoneStop:
 
     def _end_before_a_step(self) -> None:
         says = f"{self._stop.name} came before the first step; nothing to save"
-        saved = self._position.resume.kind == "resume" or newest_step(self._run.checkpoints) is not None
+        saved = self._resume.kind == "resume" or newest_step(self._run.checkpoints) is not None
         if saved:
             says = f"{says}; run the same command again to resume from the newest checkpoint"
         if self._position.rank == 0:
@@ -114,7 +119,7 @@ def run_lone_rank(
     """
     with contextlib.closing(LoneRank(run, settings, placement, lambda: run.decide(settings))) as rank:
         code = rank_function(
-            TaskJob(settings.to_dict(), chosen), rank.position, watch_stop_flag=rank.watch_stop_flag
+            TaskJob(settings.to_dict(), chosen), rank.start, watch_stop_flag=rank.watch_stop_flag
         )
         rank.ended(code, f"the rank ended with code {code}")
         return code
@@ -143,12 +148,14 @@ class LoneRank:
             use_loopback()
         run.make_private()
         met = placement if placement.platform == "torchrun" else placement.by_loopback()
-        self.position = position_of(met, settings.launch)
+        self.position = position_of(met)
+        self._connection = connection_of(met, settings.launch)
+        self._grant = Grant()
         with contextlib.ExitStack() as opened:
             if self.position.rank == 0:
                 self._open_on_first_rank(opened, placement, decision)
             # With a file, init_process_group waits for the others.
-            elif not self.position.init.startswith("file:"):
+            elif not self._connection.init.startswith("file:"):
                 patience = settings.launch.master_timeout
                 wait_for_master(met.master_host, met.master_port, patience, lambda: False)
             self._opened = opened.pop_all()
@@ -171,12 +178,16 @@ class LoneRank:
         if resume is None or resume.kind != "complete":  # counts as a start of the run, as under an agent
             self._view.generation_started(1, self.position)
         self._tracker = opened.enter_context(TrackerProcess(settings, run.folder))
-        self.position = replace(
-            self.position,
+        self._grant = Grant(
             sample_socket=str(self._view.socket_path),
             resume=resume or ResumeDecision("fresh"),
             owner=self._lease.token,
         )
+
+    @property
+    def start(self) -> RankStart:
+        """All that this rank gets when it starts."""
+        return RankStart(self.position, self._connection, self._grant)
 
     def ended(self, code: int, reason: str) -> None:
         """Record the end of the training; rank 0 shows it, and waits for a last scrape if there were any."""
@@ -195,7 +206,8 @@ class LoneRank:
     def watch_stop_flag(self, stop: StopFlag) -> None:
         """Report a stop from now on, and end this process at a second Ctrl-C (main thread only)."""
         self._stop = stop
-        self._stopping.append(LoneStop(stop, self._run, self.position, self._leave_at_once))
+        stopping = LoneStop(stop, self._run, self.position, self._grant.resume, self._leave_at_once)
+        self._stopping.append(stopping)
 
     def _leave_at_once(self, code: int, reason: str) -> None:
         """End this process, whatever its main thread is doing, without leaving files or processes behind."""
@@ -217,24 +229,30 @@ class LoneRank:
         self._opened.close()
 
 
-def position_of(placement: Placement, launch: LaunchConfig) -> Position:
+def position_of(placement: Placement) -> Position:
     """Return the rank's position. How many ranks share its host is known only if a platform started them."""
-    world_size = placement.world_size or 1
-    init = "alone" if world_size == 1 else "env" if placement.platform == "torchrun" else "master"
-    if world_size > 1 and launch.master is not None and not os.environ.get("MASTER_ADDR"):
-        init = launch.master if launch.master.startswith("file:") else "master"
     return Position(
         rank=placement.rank or 0,
         local_rank=placement.local_rank or 0,
-        world_size=world_size,
+        world_size=placement.world_size or 1,
         node_rank=placement.node_rank,
         nodes=placement.nodes,
         ranks_on_host=placement.nproc or 1,
         platform=placement.platform,
         node_name=placement.local_name or "localhost",
+        device=placement.device,
+    )
+
+
+def connection_of(placement: Placement, launch: LaunchConfig) -> Connection:
+    """Return how the rank finds the others: by its platform, by --master, or not at all if it is alone."""
+    world_size = placement.world_size or 1
+    init = "alone" if world_size == 1 else "env" if placement.platform == "torchrun" else "master"
+    if world_size > 1 and launch.master is not None and not os.environ.get("MASTER_ADDR"):
+        init = launch.master if launch.master.startswith("file:") else "master"
+    return Connection(
         init=init,
         master=(placement.master_host, placement.master_port),
         patience=launch.master_timeout,
         job=placement.job,
-        device=placement.device,
     )

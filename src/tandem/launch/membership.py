@@ -18,7 +18,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from tandem import running_clock
-from tandem.distributed.position import Position
 from tandem.platforms.placement import Placement
 from tandem.timeouts import FIRST_CALL_SECONDS, LAST_CALL_SECONDS, MEMBERSHIP_SECONDS
 from tandem.torch_private import leave_rendezvous, stop_keep_alive
@@ -57,9 +56,16 @@ class Departures:
     def __init__(self, placement: Placement, store: TCPStore) -> None:
         self._placement = placement
         self._store = store
+        self._key = ""
+        self._nodes = 0
 
-    def leaves(self, position: Position) -> None:
-        """Announce that this node was asked to stop in the generation of `position`.
+    def begin_generation(self, prefix: str, nodes: int) -> None:
+        """Track a generation of `nodes` from now on, whose keys in the store begin with `prefix`."""
+        self._key = f"{prefix}/leaving"
+        self._nodes = nodes
+
+    def leaves(self) -> None:
+        """Announce that this node was asked to stop in this generation.
 
         Without --elastic nothing is written. Node 0 may be frozen, and its store would delay a node that only
         has to exit.
@@ -67,23 +73,23 @@ class Departures:
         if self._placement.elastic is None:
             return
         with contextlib.suppress(RuntimeError):
-            self._store.add(self._key(position), 1)
+            self._store.add(self._key, 1)
 
-    def others_continue(self, position: Position) -> bool:
-        """Return whether nodes leave that generation and at least MIN remain.
+    def others_continue(self) -> bool:
+        """Return whether nodes leave this generation and at least MIN remain.
 
         If node 0 is among them, its job result ends the job before the next rendezvous completes.
         """
         if self._placement.elastic is None:
             return False
         with contextlib.suppress(RuntimeError, ValueError):
-            leaving = self._store.add(self._key(position), 0)
-            return leaving > 0 and position.nodes - leaving >= self._placement.elastic[0]
+            leaving = self._store.add(self._key, 0)
+            return leaving > 0 and self._nodes - leaving >= self._placement.elastic[0]
         return False
 
-    def can_leave(self, position: Position) -> bool:
+    def can_leave(self) -> bool:
         """Return whether this node can leave the job to the others."""
-        return self._placement.node_rank != 0 and self.others_continue(position)
+        return self._placement.node_rank != 0 and self.others_continue()
 
     @staticmethod
     def go(handler: DynamicRendezvousHandler) -> None:
@@ -91,10 +97,6 @@ class Departures:
         with contextlib.suppress(RendezvousError):
             stop_keep_alive(handler)
             leave_rendezvous(handler)
-
-    @staticmethod
-    def _key(position: Position) -> str:
-        return f"{position.store[2] if position.store else ''}/leaving"
 
 
 # Judge which nodes are alive by this node's own clock.

@@ -138,7 +138,7 @@ def _run_agent(
 
     placement = endpoint.placement
     nproc = placement.nproc or _ranks_for_gpus(settings)
-    memories = [NodeMemory() for _ in range(2 * nproc)]  # two per rank, see `Position.memories`
+    memories = [NodeMemory() for _ in range(2 * nproc)]  # two per rank, see `Grant.memories`
     workers = Workers(work.rank_entry, work.job, memories, work.warm_up, work.standby_key)
     stop_together(workers.signal_all)
     view = NodeView(run, settings, placement, state_dir, folder, prepared.access, stop)
@@ -154,6 +154,7 @@ def _run_agent(
             run, placement, nproc, config, workers, view, stop, decision, lease, endpoint, work
         )
         if placement.node_rank == 0:
+            view.tell_outside()
             report = _run_counted(node, run.crash_loop(lease.confirm_ownership))
         else:
             report = run_agent(node)
@@ -164,6 +165,8 @@ def _run_agent(
             with reporting("tell the tracker"):
                 if tracker is not None:
                     tracker.ended(report.code, lambda: stop.interrupts > 1)
+            with reporting("send the last messages"):
+                view.flush_outside(stop)
             with reporting("copy the run's files"):
                 if placement.node_rank == 0:
                     run.push()

@@ -5,7 +5,8 @@ from typing import Any
 
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.config.slices import LaunchConfig
-from tandem.distributed.group import Position
+from tandem.distributed.position import Connection, Grant, Position
+from tandem.launch.generation_sync import ranks_store
 from tandem.launch.store_endpoint import StoreEndpoint
 from tandem.launch.view import NodeView
 from tandem.launch.workers import Workers
@@ -54,26 +55,39 @@ class NodeContext:
     endpoint: StoreEndpoint
     work: Workload
 
-    def position(self, worker: Any, group: Any, prefix: str, restart: int) -> Position:
-        """Return the position of one local rank: a `worker` of torch's `group`.
+    def positions(self, group: Any) -> dict[int, Position]:
+        """Return the positions of this node's ranks in torch's `group`, by local rank."""
+        return {worker.local_rank: self._position(worker, group) for worker in group.workers}
 
-        The ranks of the generation connect below `prefix` in the store.
-        """
+    def _position(self, worker: Any, group: Any) -> Position:
         placement = self.placement
         return Position(
             rank=worker.global_rank,
             local_rank=worker.local_rank,
             world_size=worker.world_size,
+            local_world_size=self.nproc if self.work.has_own_store else 1,
             node_rank=group.group_rank,
             nodes=group.group_world_size,
             ranks_on_host=self.nproc * (placement.nodes if placement.nodes_share_host else 1),
             platform=placement.platform,
             node_name=placement.local_name or "localhost",
+        )
+
+    def connection(self, prefix: str, store: Any) -> Connection:
+        """Return how the ranks of a generation connect: below `prefix` in the agents' store.
+
+        The address of a store that they have to themselves is in the `store` of the generation. Raises
+        StoreLostError.
+        """
+        master = self.endpoint.of_ranks(*ranks_store(store)) if self.work.has_own_store else None
+        return Connection(
             store=(*self.endpoint.address, prefix),
             init="store",
+            master=master,
             patience=self.config.master_timeout,
-            restart=restart,
-            sample_socket=str(self.view.socket_path),
-            resume=self.resume,
-            owner=self.lease.token,
         )
+
+    def grant(self, restart: int, resume: ResumeDecision) -> Grant:
+        """Return what this node's ranks get from their agent in the generation after `restart` restarts."""
+        socket = str(self.view.socket_path)
+        return Grant(restart=restart, sample_socket=socket, resume=resume, owner=self.lease.token)

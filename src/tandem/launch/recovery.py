@@ -2,7 +2,7 @@
 
 A killed rank's peers only notice that it is gone. Its own agent sees the signal and writes it to the agents'
 store before it joins the next rendezvous. Node 0 reads it when all ranks train again. A node that wrote
-nothing was lost.
+nothing was lost. See docs/architecture.md#who-decides-restarts.
 """
 
 import contextlib
@@ -15,8 +15,9 @@ from dataclasses import replace
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tandem.checkpoint.decision import ResumeDecision
 from tandem.distributed.out_of_memory import newest_in
-from tandem.distributed.position import Position
+from tandem.distributed.position import Grant, Position
 from tandem.errors import FINISHED, GPU_FAILED, PEER_LOST, STOPPED, is_own, shell_code, was_killed
 from tandem.launch.node_context import NodeContext
 from tandem.log import counted
@@ -52,20 +53,21 @@ class Recovery:
     def failed(
         self,
         positions: Mapping[int, Position],
+        prefix: str,
         codes: Mapping[int, int | None],
         aborted: Collection[int] = (),
         why: str = "",
     ) -> None:
         """Record that a generation of ranks {local rank: position} has ended, with these codes so far.
 
-        `aborted`: the local ranks that SIGABRT ended. `why`: the cause, if the agent knows one that is not in
-        the codes.
+        `prefix`: that of the generation's keys in the store. `aborted`: the local ranks that SIGABRT ended.
+        `why`: the cause, if the agent knows one that is not in the codes.
         """
         first = positions[0]
-        prefix = f"{first.store[2] if first.store else ''}/killed/"
+        key = f"{prefix}/killed/"
         self._since, self._step = time.monotonic(), self._node.view.rank_0_step()
         self.memory_reason = ""
-        self._keys = [f"{prefix}{node}" for node in range(first.nodes)]
+        self._keys = [f"{key}{node}" for node in range(first.nodes)]
         # Only if all others lost their peers: a rank that failed by itself explains the abort.
         self._is_aborted = bool(aborted) and all(
             rank in aborted or code in (None, PEER_LOST) for rank, code in codes.items()
@@ -78,10 +80,10 @@ class Recovery:
         # After an end that is not retried, no node reads it, and a frozen node 0 would delay the exit.
         if any(code not in (FINISHED, STOPPED) for code in codes.values()):
             with contextlib.suppress(RuntimeError):  # the store is gone, and so are its readers
-                self._store.set(f"{prefix}{first.node_rank}", json.dumps(killed))
+                self._store.set(f"{key}{first.node_rank}", json.dumps(killed))
             # A rank that failed by itself explains the end of the others.
             if not any(code is not None and is_own(code) for code in codes.values()):
-                self.memory_reason = self.out_of_memory(positions)
+                self.memory_reason = self.out_of_memory(prefix)
         self._why = why or self.memory_reason
 
     def has_lost_others(self, seconds: float = OTHERS_SECONDS) -> bool:
@@ -98,18 +100,15 @@ class Recovery:
             time.sleep(MONITOR_SECONDS)
         return False
 
-    def out_of_memory(self, positions: Mapping[int, Position]) -> str:
-        """Return which rank ran out of memory in the generation of these ranks, and what follows; else ""."""
+    def out_of_memory(self, prefix: str) -> str:
+        """Return which rank ran out of memory in the generation with this prefix, and what follows, or ""."""
         found = newest_in(self._store)
-        here = positions[0].store if positions else None
-        return str(found) if found is not None and here is not None and found.prefix == here[2] else ""
+        return str(found) if found is not None and found.prefix == prefix else ""
 
-    def with_smaller_batch(self, position: Position) -> Position:
-        """Return the position with the micro-batch size that an earlier generation has left, if any."""
+    def with_smaller_batch(self, resume: ResumeDecision) -> ResumeDecision:
+        """Return the decision with the micro-batch size that an earlier generation has left, if any."""
         found = newest_in(self._store)
-        if found is None:
-            return position
-        return replace(position, resume=replace(position.resume, micro_batch=found.fits))
+        return resume if found is None else replace(resume, micro_batch=found.fits)
 
     def interrupted(self, number: int) -> None:
         """Log that a generation was ended for a waiting node: a new one, or one that lost a rank.
@@ -194,28 +193,40 @@ class Repeats:
         self._store = store
         self._last: tuple[int, int] | None = None
 
-    def ended(self, code: int, positions: Mapping[int, Position], codes: Mapping[int, int]) -> None:
-        """Record that a generation ended with `code` on this node; `codes` has its ranks' by local rank."""
+    def ended(
+        self,
+        code: int,
+        positions: Mapping[int, Position],
+        prefix: str,
+        grant: Grant,
+        codes: Mapping[int, int],
+    ) -> None:
+        """Record that a generation ended with `code` on this node; `codes` has its ranks' by local rank.
+
+        The ranks had these positions and this grant; `prefix` as for `Recovery.failed`.
+        """
         first = positions[0]
-        prefix = f"{first.store[2] if first.store else ''}/words/"
+        key = f"{prefix}/words/"
         own_causes = [
-            (self._cause(positions[rank], code), self._node.view.describe_position(positions[rank].rank))
+            self._words(positions[rank], grant, code)
             for rank, code in codes.items()
             if rank in positions and code not in (FINISHED, STOPPED)
         ]
         with contextlib.suppress(RuntimeError):  # the store is gone, and so are its readers
             serialized = [[cause.to_json(), where] for cause, where in own_causes]
-            self._store.set(f"{prefix}{first.node_rank}", json.dumps(serialized))
+            self._store.set(f"{key}{first.node_rank}", json.dumps(serialized))
         this = code, self._node.view.rank_0_step()
         is_same = this == self._last
         self._last = this
         if is_same and first.node_rank == 0:
-            self._show(own_causes + self._of_others(prefix, first.nodes))
+            self._show(own_causes + self._of_others(key, first.nodes))
 
-    def _cause(self, position: Position, code: int) -> Cause:
+    def _words(self, position: Position, grant: Grant, code: int) -> Words:
         path = self._node.run.rank_log(position.rank)
-        lines = tuple(line for line in last_words(error_file(position), path) if "frame #" not in line)
-        return Cause(position.rank, position.node_rank, position.node_name, code, lines)
+        words = last_words(error_file(grant, position.rank), path)
+        lines = tuple(line for line in words if "frame #" not in line)
+        cause = Cause(position.rank, position.node_rank, position.node_name, code, lines)
+        return cause, self._node.view.describe_position(position.rank)
 
     def _of_others(self, prefix: str, nodes: int) -> list[Words]:
         """Return what the other nodes have written within OTHERS_SECONDS."""

@@ -13,13 +13,13 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem import __version__, running_clock
-from tandem.distributed.group import first_line
 from tandem.distributed.group_store import connect_store, listen
 from tandem.errors import FAILED, FINISHED, MISCONFIGURED, ConfigError, PeerLostError
 from tandem.log import printable
 from tandem.platforms.environment import LOOPBACK
 from tandem.platforms.placement import Placement
 from tandem.signals import StopFlag
+from tandem.text import first_line
 from tandem.timeouts import (
     LEAVE_SECONDS,
     LEFT_POLL_SECONDS,
@@ -80,11 +80,15 @@ def job_end_in(store: TCPStore) -> JobEndedError | None:
         text = store.get(JOB_RESULT_KEY).decode(errors="replace")
     except RuntimeError as error:
         raise StoreLostError from error
+    return _job_end(text)
+
+
+def _job_end(text: str) -> JobEndedError:
     code, _, why = text.partition(" ")
     # POSIX exit codes have 8 bits. The length is checked first, because int() raises ValueError for
     # thousands of digits.
     if code.isdecimal() and len(code) <= 3 and int(code) <= 255:
-        message = f"another node ended the job with code {int(code)}: {one_line(why)}" if why else None
+        message = f"another node ended the job with code {int(code)}: {printable_line(why)}" if why else None
         return JobEndedError(int(code), message)
     return JobEndedError(
         FAILED, f"the job's verdict in the store is {text[:40]!r}, which is not an exit code"
@@ -93,7 +97,7 @@ def job_end_in(store: TCPStore) -> JobEndedError | None:
 
 def publish_job_result(store: TCPStore, code: int, reason: str) -> None:
     """Publish the job result with its reason. The first one counts, but a failure replaces a success."""
-    value = f"{code} {one_line(reason)}".strip()
+    value = f"{code} {printable_line(reason)}".strip()
     # For torch's store, an expected value of "" means that the key must not exist yet. See
     # docs/architecture.md#who-decides-restarts for which result counts.
     before = store.compare_set(JOB_RESULT_KEY, "", value)
@@ -103,7 +107,7 @@ def publish_job_result(store: TCPStore, code: int, reason: str) -> None:
         store.compare_set(JOB_RESULT_KEY, before.decode(errors="replace"), value)
 
 
-def one_line(reason: str) -> str:
+def printable_line(reason: str) -> str:
     """Return a long or untrusted reason as one printable line: its first line, with the last one."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()] or [""]
     text = lines[0] if len(lines) == 1 else f"{lines[0].removesuffix(':')}: {lines[-1]}"
@@ -197,7 +201,7 @@ def host_store(placement: Placement) -> TCPStore:
         return store
     except (RuntimeError, ValueError, OSError) as error:
         raise PeerLostError(
-            f"cannot listen on {placement.master_host}:{placement.master_port}: {str(error).splitlines()[0]}"
+            f"cannot listen on {placement.master_host}:{placement.master_port}: {first_line(error)}"
             "; another job may be using this port; choose another with --master HOST:PORT"
         ) from error
 
@@ -248,7 +252,7 @@ def is_admitted(
     """
     if placement.elastic is not None or not store.check([NODES_KEY]):
         return True
-    asked = one_line(store.get(NODES_KEY).decode(errors="replace"))[:10]
+    asked = printable_line(store.get(NODES_KEY).decode(errors="replace"))[:10]
     if asked == str(placement.nodes):
         return True
     differ = f"node 0 was started for {asked} nodes, but node {placement.node_rank} for {placement.nodes}"

@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from tandem.config.slices import LaunchConfig
 from tandem.launch.membership import LastCall, OwnClock
-from tandem.launch.rendezvous import RUN_ID, StoreLostError, one_line
+from tandem.launch.rendezvous import RUN_ID, StoreLostError, printable_line
 from tandem.platforms.placement import Placement
 from tandem.timeouts import (
     BACKOFF_SECONDS_A_NODE,
@@ -98,7 +98,7 @@ class WatchfulBackend(RendezvousBackend):
                 if not self._has_warned:
                     self._has_warned = True
                     text = "ignoring an invalid rendezvous state in the store (%s)"
-                    log.warning(text, one_line(str(error)))
+                    log.warning(text, printable_line(str(error)))
                 found = self._replace(found, self._last)
                 continue
             self._last = found

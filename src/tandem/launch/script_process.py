@@ -23,7 +23,6 @@ from tandem.config import Parser, resolve
 from tandem.data.loader import end_loaders
 from tandem.distributed import position as positions
 from tandem.distributed.child_processes import killed_child
-from tandem.distributed.group import first_line
 from tandem.distributed.peers import is_gpu_failure, is_peer_loss
 from tandem.errors import FAILED, FINISHED, GPU_FAILED, PEER_LOST, ConfigError, TandemError
 from tandem.json_output import drain, wrap_stderr
@@ -34,6 +33,7 @@ from tandem.platforms.placement import Placement, detect, of_this_process
 from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
 from tandem.tasks.traces import full_trace, script_trace
+from tandem.text import first_line
 from tandem.timeouts import BLAME_SECONDS
 
 log = logging.getLogger("tandem.run")
@@ -55,7 +55,8 @@ class ScriptRank:
         if self._launched is not None:
             self.settings = named
             # The script's environment has this generation's store, as torchrun would set it.
-            self.position = replace(self._launched.position, init="env")
+            start = self._launched.start
+            self.start = replace(start, connection=replace(start.connection, init="env"))
             self._launched.hand_over()
             return
         environ = of_this_process(os.environ)
@@ -74,8 +75,8 @@ class ScriptRank:
             run = RunDir.open(named, placement, time.time())
         self.settings = adjust_for_job(run, run.recorded(named), placement)
         lone = LoneRank(run, self.settings, placement)
-        self.position = lone.position
-        self._ending = Ending(lone, self.position.world_size)
+        self.start = lone.start
+        self._ending = Ending(lone)
 
     def end_with(self, close: Callable[[int], int]) -> None:
         """Register `close(code)`, which is called when the script is over and returns the exit code."""
@@ -117,10 +118,10 @@ class Ending:
     line and has its own code, a lost peer is 200, and any other error prints a traceback and is 1.
     """
 
-    def __init__(self, lone: LoneRank, world_size: int) -> None:
+    def __init__(self, lone: LoneRank) -> None:
         self.close: Callable[[int], int] = lambda code: code
         self._lone = lone
-        self._world_size = world_size
+        self._position = lone.position
         self.watch_stop_flag = lone.watch_stop_flag
         self._code = FINISHED
         self._reason = "the script finished"
@@ -130,7 +131,7 @@ class Ending:
         atexit.register(self._at_exit)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self._code = code_of(error, self._world_size)
+        self._code = code_of(error, self._position.world_size)
         self._reason = first_line(error)
         end_loaders()
         if self._code != PEER_LOST and not isinstance(error, TandemError):
@@ -145,7 +146,7 @@ class Ending:
         if not isinstance(error, Exception):
             self._show(kind, error, trace)
             return
-        where = f"{layout.LOG}/{layout.rank_log(self._lone.position.rank)}"
+        where = f"{layout.LOG}/{layout.rank_log(self._position.rank)}"
         log.info("the full traceback is in %s", where, extra={"detail": full_trace(error)})
         print(script_trace(error), file=sys.stderr)
 

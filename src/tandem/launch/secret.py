@@ -10,12 +10,16 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 from tandem.config.sources import DOTENV, dotenv_variables
+from tandem.config.webhook import Webhook
 from tandem.errors import ConfigError
+from tandem.process import stat_of
 
 SECRET = "TANDEM_JOB_SECRET"
 SECRET_FILE = "TANDEM_JOB_SECRET_FILE"
 SHORTEST_SECRET = 16
 LONGEST_SECRET = 4096
+LONGEST_BLOCK = 8 * 1024 * 1024
+"""More than the kernel accepts for the arguments and variables of a process (execve(2))."""
 
 
 def take_key(environ: MutableMapping[str, str]) -> bytes | None:
@@ -67,3 +71,35 @@ def _wipe(name: str) -> None:
     getenv.restype = ctypes.c_void_p
     if (address := getenv(name.encode())) is not None:
         ctypes.memset(address, 0, len(ctypes.string_at(address)))
+
+
+NOTIFY = "TANDEM_NOTIFY"
+
+
+def conceal(webhook: Webhook | None, environ: MutableMapping[str, str], words: list[str]) -> None:
+    """Remove the address of a webhook from this process's variables, arguments, and what `ps` shows.
+
+    `words` is sys.argv. What this process starts, such as ranks, then does not have it either.
+    """
+    variable = environ.pop(NOTIFY, "")
+    if environ is os.environ:
+        _wipe_block(50, variable.encode())
+    if webhook is None or not webhook.address:
+        return
+    words[:] = [word.replace(webhook.address, webhook) for word in words]
+    _wipe_block(48, webhook.address.encode())
+
+
+def _wipe_block(field: int, secret: bytes) -> None:
+    """Overwrite a text with stars in a block of memory that /proc shows (Linux: proc(5)).
+
+    `field` of /proc/PID/stat is where it begins, and the next one is its end: 48 for /proc/PID/cmdline,
+    50 for /proc/PID/environ. Both are 0 where the kernel hides them.
+    """
+    fields = stat_of(os.getpid())  # from field 3 on
+    start, end = (int(each) for each in fields[field - 3 : field - 1]) if len(fields) > field - 2 else (0, 0)
+    if not secret or not start or end - start > LONGEST_BLOCK:
+        return
+    at = ctypes.string_at(start, end - start).find(secret)
+    if at >= 0:
+        ctypes.memset(start + at, ord("*"), len(secret))

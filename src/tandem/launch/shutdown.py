@@ -11,7 +11,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from tandem import running_clock
-from tandem.distributed.position import Position
 from tandem.errors import FINISHED, KILLED, PEER_LOST, STOPPED
 from tandem.launch.node_context import NodeContext
 from tandem.launch.rendezvous import (
@@ -97,16 +96,17 @@ CAUSE_KEY = "tandem/cause"
 
 
 def await_other_nodes(
-    node: NodeContext, store: TCPStore, handler: DynamicRendezvousHandler, position: Position
+    node: NodeContext, store: TCPStore, handler: DynamicRendezvousHandler, prefix: str, nodes: int
 ) -> None:
     """Wait on node 0 until the ranks of all nodes have succeeded; the ranks here have.
 
+    `prefix` is that of the generation's keys in the store, and `nodes` how many took part.
     Other nodes return at once. The wait lasts up to --master-timeout. Raises JobEndedError if other nodes end
     in another way.
     """
     config = node.config
     heard = running_clock.now()
-    key = f"{position.store[2] if position.store else ''}/well"
+    key = f"{prefix}/well"
     with contextlib.suppress(RuntimeError):
         store.add(key, 1)
     if node.placement.node_rank != 0:
@@ -117,7 +117,7 @@ def await_other_nodes(
     deadline = heard + config.master_timeout
     next_word = heard + WAITING_WORD_SECONDS
     is_stopped = False
-    while (well := store.add(key, 0)) < position.nodes:
+    while (well := store.add(key, 0)) < nodes:
         # A failure replaces the success in the store, whichever node was first.
         if (result := job_end_in(store)) is not None and result.code != FINISHED:
             raise result
@@ -132,7 +132,7 @@ def await_other_nodes(
         if now > min(deadline, heard + LEAVE_SECONDS) or node.stop.interrupts > 1:
             # No node may read a success any more.
             store.delete_key(JOB_RESULT_KEY)
-            what = f"the ranks on {well} of {position.nodes} nodes finished, the others did not"
+            what = f"the ranks on {well} of {nodes} nodes finished, the others did not"
             why = "they may be lost, or need a longer --master-timeout"
             raise JobEndedError(STOPPED if node.stop else PEER_LOST, f"{what}; {why}")
         if now > next_word:

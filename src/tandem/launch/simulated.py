@@ -4,6 +4,7 @@ Each is placed by hand at its own loopback address, as a cluster would place it.
 process, so torch is imported once and is in memory once.
 """
 
+import importlib
 import logging
 import multiprocessing
 import os
@@ -39,7 +40,6 @@ from tandem.launch.fork_server import (
 from tandem.launch.gpus import gpus_of, gpus_per_node
 from tandem.launch.run_dir import scratch
 from tandem.launch.torch_variables import set_for_ranks
-from tandem.launch.workers import resolve
 from tandem.log import log_if_slow, redirect_output
 from tandem.platforms.by_hand import unplaced
 from tandem.platforms.placement import Placement
@@ -51,9 +51,8 @@ from tandem.work.base import Workload, signal_name
 
 log = logging.getLogger("tandem.launch")
 
-# Names, not imports: one imports torch, the other is in a higher layer.
+# A name, not an import, because it imports torch.
 AGENT = "tandem.launch.agent"
-PROGRAM = "tandem.cli:main"
 ENDING_SECONDS = LEAVE_SECONDS + TRACKER_END_SECONDS  # from the end of its ranks until a node has exited
 
 
@@ -241,17 +240,23 @@ def _be_a_node(
     if launcher is not None and not launcher.is_alive():  # they ended before `stop_with_parent` took effect
         os._exit(PEER_LOST)
     default_handlers(default_hangup)  # `tandem launch` installs its own handlers, which can report the signal
+    _use_own_streams(output)
+    for name in set(os.environ) - set(unplaced(os.environ)):  # a batch script may have set MASTER_ADDR
+        del os.environ[name]
+    os.environ.update(variables)
+    sys.argv = [sys.argv[0], "launch", *words]
+    # As `python -m tandem` would: the command line is in a higher layer.
+    importlib.import_module("tandem.cli").main()
+
+
+def _use_own_streams(output: Path | None) -> None:
+    """Read no input, and write to `output` unless it is None."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         redirect_output(output)
-    for name in set(os.environ) - set(unplaced(os.environ)):  # a batch script may have set MASTER_ADDR
-        del os.environ[name]
-    os.environ.update(variables)
-    sys.argv = [sys.argv[0], "launch", *words]
-    resolve(PROGRAM)()
 
 
 def stop_with_parent() -> None:

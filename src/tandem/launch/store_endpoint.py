@@ -1,6 +1,6 @@
 """Reach node 0's stores: directly, or through its TLS proxy if the job has a secret.
 
-docs/architecture.md#how-ranks-connect describes both ways.
+docs/architecture.md#with-a-secret describes both ways.
 """
 
 import contextlib

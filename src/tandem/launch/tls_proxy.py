@@ -10,7 +10,7 @@ The TLS keys come from an anonymous key exchange. Each side then proves that it 
 same TLS connection ("tls-unique", RFC 5929), with a nonce from each side. A man in the middle, a replay, or a
 peer without the secret therefore gets no further, and there is no fallback. The server sends a greeting
 before TLS, so that a node can tell it from a store; the greeting proves nothing. See
-docs/architecture.md#how-ranks-connect.
+docs/architecture.md#with-a-secret.
 """
 
 import contextlib
@@ -142,17 +142,22 @@ def is_proxy(address: tuple[str, int]) -> bool:
     return False
 
 
+def _set_for_store(connection: socket.socket) -> None:
+    """Set a connection up for the store's small requests and long waits."""
+    # The timeouts were for connecting. A read of the store may wait for a key much longer.
+    connection.setblocking(True)
+    # A host that vanishes closes nothing, and this thread would wait for it without end.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, QUIET_SECONDS)
+    # The store's requests are small and wait for answers, which Nagle's algorithm would delay.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
 def relay(one: ssl.SSLSocket, other: socket.socket) -> None:
     """Copy bytes both ways until one side closes, then close both."""
     with one, other, selectors.DefaultSelector() as selector, contextlib.suppress(OSError):
         for each in (one, other):
-            # The timeouts were for connecting. A read of the store may wait for a key much longer.
-            each.setblocking(True)
-            # A host that vanishes closes nothing, and this thread would wait for it without end.
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, QUIET_SECONDS)
-            # The store's requests are small and wait for answers, which Nagle's algorithm would delay.
-            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _set_for_store(each)
             selector.register(each, selectors.EVENT_READ)
         while True:
             # TLS may have decrypted bytes buffered, for which select() does not wake up.

@@ -37,18 +37,9 @@ class TrackerProcess:
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
         if self._name is not None:
-            command = [
-                sys.executable,
-                "-m",
-                "tandem",
-                "track",
-                str(folder),
-                "--tracker",
-                self._name,
-                "--follow",
-            ]
+            words = ["track", str(folder), "--tracker", self._name, "--follow"]
             self._process = subprocess.Popen(
-                command,
+                [sys.executable, "-m", "tandem", *words],
                 stdin=subprocess.PIPE,
                 # The environment last: what the user has set wins.
                 env=safe_path({**PATIENCE, **os.environ}),

@@ -12,14 +12,16 @@ from tandem import layout, running_clock
 from tandem.checkpoint.listing import newest_step
 from tandem.config import Settings
 from tandem.config.address import secrets_in
-from tandem.distributed.group import Position
+from tandem.distributed.position import Position
 from tandem.errors import FINISHED, INTERRUPTED_TWICE, KILLED, MISCONFIGURED, STOPPED
 from tandem.launch.gpus import chosen_gpus
+from tandem.launch.outgoing import Outgoing
 from tandem.log import log_if_slow, renew_outputs, reporting
 from tandem.platforms.placement import Placement
 from tandem.report.about import About
 from tandem.report.access import Access
 from tandem.report.history import History
+from tandem.report.inspection_paths import Ask
 from tandem.report.server import MetricsServer
 from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
@@ -31,6 +33,7 @@ from tandem.telemetry.journal import Journal, Restarts
 from tandem.telemetry.messages import Event, Heartbeat, Message, RunStarted, Samples, StepsDone
 from tandem.telemetry.metrics import FINAL_STATES, Sample
 from tandem.telemetry.registry import Registry
+from tandem.telemetry.verdict import measured, verdict
 from tandem.timeouts import GPU_SECONDS, NODE_TICK_SECONDS, RUN_HEALTH_SECONDS, VOLUME_SECONDS
 
 log = logging.getLogger("tandem.node")
@@ -56,7 +59,7 @@ class NodeView:
         self._placement = placement
         self._began = time.monotonic()
         self._beats: dict[int, Heartbeat] = {}
-        self._pids: Mapping[int, int] = {}
+        self.pids: Mapping[int, int] = {}
         self.plan: RunStarted | None = None
         self._done = StepsDone(0, None, 0.0)
         self.on_heartbeat: Callable[[Heartbeat], None] = lambda beat: None
@@ -81,7 +84,10 @@ class NodeView:
         self._journal: Journal | None = None
         self._history: History | None = None
         self._server: MetricsServer | None = None
-        self._about = About(run.folder, [*secrets_in(os.environ), (access.token if access else None) or ""])
+        self._outgoing = Outgoing()
+        webhook = settings.telemetry.notify
+        secrets = [*secrets_in(os.environ), (access.token if access else None) or ""]
+        self._about = About(run.folder, [*secrets, *(webhook.secrets() if webhook is not None else ())])
         if placement.node_rank == 0:
             self._open_on_first_node(settings, access)
         agent_state.count_log_messages(self.receive)
@@ -121,6 +127,21 @@ class NodeView:
             config_hash="",
         )
 
+    def inspect_by(self, ask: Ask) -> None:
+        """Let readers of the page who have the token look inside the ranks with `ask`, on node 0."""
+        if self._server is not None:
+            self._server.inspection.ask = ask
+
+    def tell_outside(self) -> None:
+        """Begin to send messages to the webhook and the platform; node 0's agent only, never a rank."""
+        events = self._run.events()
+        tells = self.receive, self.event, self._about.hide
+        self._outgoing.open(self._settings, os.environ, self._run.folder.name, events, *tells)
+
+    def flush_outside(self, stop: StopFlag) -> None:
+        """Wait for the last of these messages, with a limit."""
+        self._outgoing.flush(stop)
+
     def rejoining(self) -> None:
         """Record that the ranks of a generation have ended and the agent waits for the other nodes."""
         self.last_progress = time.time()
@@ -142,13 +163,15 @@ class NodeView:
 
     def ranks_started(self, pids: Mapping[int, int]) -> None:
         """Record the processes {rank: pid} of this node."""
-        self._pids = dict(pids)
+        self.pids = dict(pids)
 
     def event(self, kind: str, **fields: object) -> None:
         """Write an event to events.jsonl and to the page; node 0 only."""
         assert self._journal is not None and self._history is not None
         self._journal.event(kind, **fields)
-        self._history.take(Event(kind, time.time(), fields))
+        event = Event(kind, time.time(), fields)
+        self._history.take(event)
+        self._outgoing.take(event)
         reason = self._restarts.take(kind, fields)
         if reason is not None:
             self.metrics.apply([journal.restarts_sample(reason)])
@@ -184,9 +207,21 @@ class NodeView:
             else:
                 with reporting("write summary.json"):
                     self._run.write_summary(self._summary(ending, code, reason))
+        with reporting("say what limits the run"):
+            self._write_verdict()
+        self._outgoing.ended("stopped" if state == "stopped" else ending, code, reason)
         self._enter(state)
         with reporting("write metrics.prom"):
             self.metrics.write_last_page(self._run.folder / layout.METRICS_PAGE)
+
+    def _write_verdict(self) -> None:
+        """Log what limits this launch, if anything does, and add it to the summary."""
+        if self.plan is None and not self._done.step and not self.rank_0_step():
+            return  # this launch has trained nothing, and the summary may be an earlier one's
+        sentence = self._verdict()
+        if sentence is not None:
+            log.info("what limits this run: %s", sentence)
+            self._run.write_summary({**self._run.files().read(layout.SUMMARY), "verdict": sentence})
 
     def linger(self, stop: StopFlag) -> None:
         """Wait until Prometheus has seen the final state, if it has ever scraped this run.
@@ -207,6 +242,7 @@ class NodeView:
 
     def close(self) -> None:
         self._closing.set()
+        self._outgoing.close()
         self._receiver.close()
         self._thread.join()
         if self._health_thread.is_alive():
@@ -243,9 +279,14 @@ class NodeView:
             "restarts": self._restarts.total,
             "planned_stops": self._restarts.planned_stops,
             "checkpoint_every": self._settings.checkpoint.checkpoint_every,
+            "verdict": self._verdict(),
             "time": time.time(),
             **(self._about.hidden(self._history.now()) if self._history is not None else {}),
         }
+
+    def _verdict(self) -> str | None:
+        """Return in one sentence what limits this launch, from its metrics; None if nothing does."""
+        return verdict(measured(self.metrics.page().decode(), self._settings.to_dict()))
 
     def _log(self) -> Mapping[str, object]:
         """Return the end of a log: of the rank that failed, if one has, or else of rank 0."""
@@ -255,6 +296,8 @@ class NodeView:
         """Handle a message from one of this node's ranks."""
         if self._history is not None:
             self._history.take(message)
+        if not isinstance(message, Event):  # a rank's events; those of this agent count
+            self._outgoing.take(message)
         match message:
             case Heartbeat():
                 self._beat(message)
@@ -296,7 +339,7 @@ class NodeView:
             received = {} if self._stop is None else self._stop.received
             signals = agent_state.signal_increments(received, self._signals_counted)
             self.metrics.apply([*self._activities.take(time.monotonic()), *signals])
-        sizes = {rank: agent_state.resident_bytes(pid) for rank, pid in self._pids.items()}
+        sizes = {rank: agent_state.resident_bytes(pid) for rank, pid in self.pids.items()}
         self.metrics.apply([
             metrics.RANK_MEMORY_BYTES.set(size, rank=rank) for rank, size in sizes.items() if size
         ])  # fmt: skip

@@ -85,6 +85,10 @@ def gather_stacks(workers: Workers, ranks: Mapping[int, int], log_folder: Path) 
         time.sleep(MONITOR_SECONDS)
     written = [str(files[each]) for each in pids if each not in silent]
     without = [f"rank {ranks[each]}{' (stopped)' if _is_stopped(pids[each]) else ''}" for each in silent]
+    return _where_stacks_are(written, without)
+
+
+def _where_stacks_are(written: Sequence[str], without: Sequence[str]) -> str:
     words = [f"stacks are in {', '.join(written)}"] if written else []
     return "; ".join([*words, f"no stacks from {', '.join(without)}"] if without else words)
 
@@ -135,8 +139,8 @@ class SlowRanks:
         seconds = now - self._looked_at
         self._looked_at = now
         report = self._watch.report([_times(beat, seconds) for _, beat in sorted(known.items())])
-        unknown = metrics.RANK_DATA_SECONDS.name
-        self._tell(Samples([each for each in report.samples if each.name != unknown]))
+        unknown = metrics.RANK_DATA_SECONDS.name, metrics.TYPICAL_STEP_SECONDS.name
+        self._tell(Samples([each for each in report.samples if each.name not in unknown]))
         rows = [{**row, "phases_ms": {"other": row["own_ms"]}} for row in report.page.rows]
         self._tell(Ranks(rows, report.page.says))
         if report.news is not None:
@@ -196,7 +200,8 @@ class Watchdog:
 
     `record_heartbeat` may be called from any thread; the agent begins and ends generations. `registry` is
     this node's: metrics that only this node has go to node 0 the same way, and are shown there. `on_beats` is
-    called on node 0, several times a second, with what is known of all ranks.
+    called on node 0, several times a second, with what is known of all ranks; `on_exchange` on the others,
+    as often, with the store.
     """
 
     def __init__(
@@ -224,6 +229,7 @@ class Watchdog:
         self._past = NOTHING_BEFORE
         self._alarm: Alarm | None = None
         self.on_beats: Callable[[Sequence[Beat]], None] = lambda beats: None
+        self.on_exchange: Callable[[TCPStore], None] = lambda store: None
         self.has_trained = False  # a rank here has finished a step of the last generation
         self.has_ever_trained = False  # or of an earlier one
         self._closing = threading.Event()
@@ -381,6 +387,7 @@ class Watchdog:
                     self._turn += NODES_AT_ONCE
                 else:
                     self._tell_first(store, generation, beats)
+                    self.on_exchange(store)
                     if running_clock.now() - told_at > NODE_TICK_SECONDS:
                         told_at = running_clock.now()
                         self._tell_samples(store)

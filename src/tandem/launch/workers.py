@@ -4,17 +4,18 @@ docs/architecture.md#who-decides-restarts describes standby processes.
 """
 
 import contextlib
-import importlib
 import io
 import logging
 import multiprocessing
 import os
+import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -23,6 +24,7 @@ from typing import Any
 
 from tandem.checkpoint.node_memory import NodeMemory
 from tandem.distributed.child_processes import killed_child
+from tandem.distributed.position import Position, RankStart
 from tandem.errors import FINISHED, GPU_FAILED, KILLED, PEER_LOST, STOPPED, shell_code
 from tandem.launch.fork_server import UNKNOWN, fork_server_pid, has_gone, start
 from tandem.log import log_if_slow
@@ -36,7 +38,7 @@ from tandem.process import (
     name_process,
     send,
 )
-from tandem.script.lifeline import watch_agent_pipe
+from tandem.script.lifeline import STACKS, watch_agent_pipe
 from tandem.signals import SCHEDULERS_SIGNALS
 from tandem.timeouts import (
     DISMISSED_SECONDS,
@@ -45,7 +47,7 @@ from tandem.timeouts import (
     KILLED_SECONDS,
     LEFT_BEHIND_SECONDS,
 )
-from tandem.work.base import any_rank, gpu_index, rank_identity
+from tandem.work.base import RankFunction, WarmUp, any_rank, gpu_index, rank_identity
 
 log = logging.getLogger("tandem.agent")
 
@@ -108,27 +110,19 @@ STAYS = (
     "%s has not exited %g s after SIGKILL: it is stuck in the kernel (GPU driver or file system), and "
     "holds its GPU and memory until it exits; check nvidia-smi and dmesg, and reboot if it does not"
 )
-RankFunction = Callable[[Any, Any], int]
-
-
-def resolve(name: str) -> Callable[..., Any]:
-    """Return the function that "package.module:function" names."""
-    module, _, attribute = name.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
-    return function
 
 
 def _worker_main(
-    function: str,
-    warm_up: str | None,
+    function: RankFunction,
+    warm_up: WarmUp | None,
     job: Any,
     memories: tuple[NodeMemory, ...],
     lifeline: Connection,
-    expected: Any,
+    expected: RankStart | None,
 ) -> None:
     """Enter a worker process: warm up, wait for a position, then be that rank.
 
-    `expected` is the position that it will most likely get, if known.
+    `expected` is what it will most likely get, if known.
     """
     os.setsid()  # the session identifies what it starts
     signal.signal(signal.SIGCONT, signal.SIG_DFL)  # replaces the fork server's own handler (descendants.py)
@@ -141,17 +135,18 @@ def _worker_main(
     name_process("tandem-warming")
     if warm_up is not None:
         with contextlib.suppress(Exception, SystemExit), contextlib.redirect_stdout(io.StringIO()):
-            resolve(warm_up)(job, expected)  # what fails here fails again in the rank, and is reported there
+            warm_up(job, expected)  # what fails here fails again in the rank, and is reported there
     name_process("tandem-standby")
     try:
         # This wait is the standby: it ends with a position, or with the pipe.
-        position = replace(lifeline.recv(), memories=memories)
+        received: RankStart = lifeline.recv()
     except (EOFError, OSError):
         os._exit(PEER_LOST)
-    name_process(f"tandem-rank-{position.rank}")
+    start = received.with_memories(memories)
+    name_process(f"tandem-rank-{start.position.rank}")
     watch_agent_pipe(lifeline.fileno())
     try:
-        code = resolve(function)(job, position)
+        code = function(job, start)
     except RuntimeError as error:  # raised by torch's SIGCHLD handler, in the code that ends the rank
         killed = killed_child(error)
         if killed is None:
@@ -180,7 +175,7 @@ def _code_of(exitcode: int | None) -> int | None:
 class _Worker:
     process: ForkServerProcess
     lifeline: Connection
-    expected: Any  # the position that it was prepared for
+    expected: RankStart | None  # what it was prepared for
     # Processes below it that received a stop signal and have a handler.
     asked: list[int] = field(default_factory=list)
 
@@ -199,39 +194,45 @@ def _exited(rank: _Worker, exitcode: int) -> bool:
     return rank.process.exitcode == exitcode
 
 
+def _position_in(start: RankStart | None) -> Position | None:
+    return None if start is None else start.position
+
+
 class Workers:
-    """This node's ranks of one generation after another, running `function` ("module:name"). Not thread-safe.
+    """This node's ranks of one generation after another, running `function`. Not thread-safe.
 
     Each rank is a new process. While a generation trains, `stand_by` forks the processes of the next one in
-    advance; they call `warm_up(job, expected position)` ("module:name") before they wait. `bound_to` maps a
+    advance; they call `warm_up(job, expected start)` before they wait. Both functions are sent to the fork
+    server by name, so they are those of a module. `bound_to` maps a
     position to a standby key: a standby process only becomes a rank whose position has the same key, because
     it has already read its rank or opened its GPU.
     """
 
     def __init__(
         self,
-        function: str,
+        function: RankFunction,
         job: Any,
         memories: Sequence[NodeMemory],
-        warm_up: str | None = None,
-        bound_to: Callable[[Any], object] = any_rank,
+        warm_up: WarmUp | None = None,
+        bound_to: Callable[[Position | None], object] = any_rank,
     ) -> None:
         self._arguments = function, warm_up, job, tuple(memories)
         self._bound_to = bound_to
-        self._positions: Mapping[int, Any] = {}
+        self._starts: Mapping[int, RankStart] = {}
         self._context = multiprocessing.get_context("forkserver")
         self._ranks: dict[int, _Worker] = {}
         self._standby: list[_Worker] = []
+        self._pipes = threading.Lock()  # `tell` must not write to a descriptor that `kill` has closed
         adopt_orphans()  # of a fork server that was killed
 
-    def start(self, positions: Mapping[int, Any]) -> dict[int, int]:
+    def start(self, starts: Mapping[int, RankStart]) -> dict[int, int]:
         """Start one process per local rank; return {local rank: pid}."""
         self._ranks = {}
-        self._positions = positions
+        self._starts = starts
         with log_if_slow("importing modules for the ranks"):  # the fork server is importing them
-            for local_rank, position in positions.items():
-                self._ranks[local_rank] = rank = self._take_standby(position) or self._fork(position)
-                rank.lifeline.send(position)
+            for local_rank, each in starts.items():
+                self._ranks[local_rank] = rank = self._take_standby(each) or self._fork(each)
+                rank.lifeline.send(each)
         return {local_rank: int(rank.process.pid or 0) for local_rank, rank in self._ranks.items()}
 
     def stand_by(self, count: int) -> None:
@@ -239,8 +240,8 @@ class Workers:
 
         Discards processes whose key no rank of this generation has, because this node's ranks have changed.
         """
-        bounds = {self._bound_to(position) for position in self._positions.values()}
-        for worker in [each for each in self._standby if self._bound_to(each.expected) not in bounds]:
+        bounds = {self._key(each) for each in self._starts.values()}
+        for worker in [each for each in self._standby if self._key(each.expected) not in bounds]:
             # The process reads the end of the pipe and exits.
             worker.lifeline.close()
             self._standby.remove(worker)
@@ -248,22 +249,25 @@ class Workers:
         if len(self._standby) < count:
             # A position that no standby process is prepared for; without one, the process only imports
             # modules.
-            taken = {rank_identity(worker.expected) for worker in self._standby}
-            free = [each for each in self._positions.values() if rank_identity(each) not in taken]
+            taken = {rank_identity(_position_in(worker.expected)) for worker in self._standby}
+            free = [each for each in self._starts.values() if rank_identity(each.position) not in taken]
             self._standby.append(self._fork(free[0] if free else None))
 
-    def _take_standby(self, position: Any) -> "_Worker | None":
+    def _key(self, expected: RankStart | None) -> object:
+        return self._bound_to(_position_in(expected))
+
+    def _take_standby(self, start: RankStart) -> "_Worker | None":
         for worker in list(self._standby):
             # It died while it waited: it ran out of memory, or was killed.
             if worker.process.exitcode is not None:
                 self._standby.remove(worker)
                 worker.lifeline.close()
-            elif self._bound_to(worker.expected) == self._bound_to(position):
+            elif self._key(worker.expected) == self._key(start):
                 self._standby.remove(worker)
                 return worker
         return None
 
-    def _fork(self, expected: Any = None) -> "_Worker":
+    def _fork(self, expected: RankStart | None = None) -> "_Worker":
         # The agent keeps only the sending end. When the agent ends, however it ends, the kernel closes the
         # pipe.
         theirs, ours = self._context.Pipe(duplex=False)
@@ -314,9 +318,23 @@ class Workers:
 
         A program that is not Python ignores this.
         """
-        for rank in self._ranks.values():
-            with contextlib.suppress(OSError):
-                rank.lifeline.send_bytes(b"stacks")
+        for pid in self.pids().values():
+            self.tell(pid, STACKS)
+
+    def tell(self, pid: int, message: bytes) -> bool:
+        """Write a message to the pipe of a running rank, from any thread; return False if it is full or gone.
+
+        Never waits: a program that is not Python reads nothing, and its pipe becomes full.
+        """
+        with self._pipes:
+            for rank in list(self._ranks.values()):
+                if rank.process.pid == pid and not rank.lifeline.closed:
+                    with contextlib.suppress(OSError):
+                        # Writable means that a message of PIPE_BUF bytes fits (pipe(7)).
+                        if select.select([], [rank.lifeline], [], 0)[1]:
+                            rank.lifeline.send_bytes(message)
+                            return True
+        return False
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until all ranks have ended; return False if the timeout expires first."""
@@ -342,8 +360,9 @@ class Workers:
             self._end_helpers()
         self._kill_remaining(KILLED_SECONDS)
         codes = {each: KILLED if code is None else code for each, code in self.codes().items()}
-        for rank in self._ranks.values():
-            rank.lifeline.close()
+        with self._pipes:
+            for rank in self._ranks.values():
+                rank.lifeline.close()
         has_lost_gpu = any(_exited(rank, GPU_FAILED) for rank in self._ranks.values())
         self._ranks = {}
         if has_lost_gpu and self._bound_to is gpu_index:
@@ -399,7 +418,7 @@ class Workers:
     def _describe(self, process: Process) -> str:
         for local_rank, rank in self._ranks.items():
             if rank.process.pid == process.pid:
-                return f"rank {self._positions[local_rank].rank} (process {process.pid})"
+                return f"rank {self._starts[local_rank].position.rank} (process {process.pid})"
         return f"{process}, started by a rank,"
 
     def end_standby(self) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tandem import __version__
+from tandem import __version__, layout
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.config import Settings
+from tandem.data.block_metrics import BlockMetrics
 from tandem.data.sampler import GlobalOrder
+from tandem.data.tar_shards import limit_waits
 from tandem.distributed.devices import (
     allow_tf32,
     bind_to_node,
@@ -21,7 +23,8 @@ from tandem.distributed.devices import (
     compute_deterministically,
     set_threads,
 )
-from tandem.distributed.group import Position, ProcessGroup
+from tandem.distributed.group import ProcessGroup
+from tandem.distributed.position import RankStart
 from tandem.distributed.strategy import Strategy
 from tandem.errors import FINISHED
 from tandem.log import log_if_slow, log_warnings, redirect_output, setup
@@ -29,14 +32,18 @@ from tandem.run.directory import RunDir
 from tandem.telemetry.agent_state import count_log_messages
 from tandem.telemetry.channel import sender
 from tandem.telemetry.clock import Clock
+from tandem.telemetry.clock_locator import ClockLocator
+from tandem.telemetry.hangs import HangLimits
 from tandem.telemetry.heartbeat import Heartbeats
 from tandem.telemetry.messages import Send
 from tandem.telemetry.recorder import Recorder
 from tandem.telemetry.stacks import keep_stacks
 from tandem.training.loop import EventSchedule
 from tandem.training.precision import precision_of
+from tandem.training.replay import replay_every
 from tandem.training.resume import NONE, Redistribute, ResumePoint, begin, check_data
 from tandem.training.saving import CheckpointSource, Saver, snapshot_every
+from tandem.training.shards import ShardedReading
 from tandem.training.summary import RunInfo, open_displays, write_summary
 
 log = logging.getLogger("tandem.run")
@@ -58,9 +65,11 @@ class RankSession:
     event_schedule: EventSchedule
     saver: Saver
 
-    def __init__(self, settings: Settings, position: Position) -> None:
+    def __init__(self, settings: Settings, start: RankStart) -> None:
         self.given = self.settings = settings
-        self.position = position
+        self.position = start.position
+        self.connection = start.connection
+        self.grant = start.grant
         self.send: Send = sender(None)
         """Sends messages to the agent, or to the page's host in this process, from `join` on."""
         self.clock = Clock()
@@ -75,7 +84,7 @@ class RankSession:
     @cached_property
     def run(self) -> RunDir:
         """The run directory, which only a rank that trains has."""
-        return RunDir.of(self.given, self.position.owner)
+        return RunDir.of(self.given, self.grant.owner)
 
     def open_log(self) -> None:
         """Log to the terminal and a file on rank 0, and only to a file on the others."""
@@ -99,15 +108,14 @@ class RankSession:
         Raises ConfigError if ranks differ in a common setting, and for a device that is missing.
         """
         given = self.given
-        position = self.position
         clock = self.clock
-        self.send = sender(position.sample_socket)
-        if position.store is not None:  # without an agent, the page's host in this process counts them
+        self.send = sender(self.grant.sample_socket)
+        if self.connection.store is not None:  # without an agent, the page's host in this process counts them
             count_log_messages(self.send)
         for handler in logging.getLogger("tandem").handlers:
             handler.addFilter(clock.stamp)
         # Heartbeats begin before the rendezvous, so that the agent can see a rank that hangs in it.
-        Heartbeats(position.rank, clock, self.send, given.reliability, self.run.logs)
+        self._begin_heartbeats()
         with clock.phase("rendezvous"), log_if_slow("waiting for the other ranks"):
             self.open_group(trains=True)
             # Ranks with other settings, or of another version, could wait for each other in different
@@ -115,38 +123,51 @@ class RankSession:
             self.world.check_same_settings({**given.common_fields(), "the version of tandem": __version__})
             if self.world.device.type == "cuda":
                 # The group has connected, so this GPU works. If it is missing later, it has failed.
-                position.note_gpu()
+                self.grant.note_gpu()
         clock.measure(self.world.device)
         self._use(given)
+
+    def _begin_heartbeats(self) -> None:
+        clock = self.clock
+        limits = self.given.reliability
+        rank = self.position.rank
+        locator = ClockLocator(clock, self.run.logs / layout.flight(rank))
+        hang_limits = HangLimits(limits.hang_seconds, limits.phase_timeout)
+        heartbeats = Heartbeats(rank, locator, self.send, hang_limits)
+        clock.on_activity = heartbeats.send
 
     def open_group(self, trains: bool = False) -> None:
         """Open the process group on this rank's devices, which is all that an evaluation needs."""
         compute = self.given.compute
         position = self.position
         self.threads = set_threads(compute.threads, position)
-        devices = choose_devices(compute.device, position.gpu, compute.devices_per_rank, position.had_gpu)
+        had_gpu = self.grant.had_gpu
+        devices = choose_devices(compute.device, position.gpu, compute.devices_per_rank, had_gpu)
         # cuBLAS reads its setting when it starts, and threads inherit the CPUs they are bound to. So this
         # comes before the group opens.
         if trains:
             self._get_ready(devices)
         limit = self.given.reliability.phase_timeout
-        self.world = ProcessGroup.open(position, devices[0], limit, devices, position.patience)
+        connection = self.connection
+        self.world = ProcessGroup.open(
+            position, connection, devices[0], limit, devices, connection.patience, had_gpu
+        )
 
     def _get_ready(self, devices: Sequence[torch.device]) -> None:
         """Apply the settings for determinism, NUMA and TF32; log which ranks this process waits for."""
         compute = self.given.compute
-        position = self.position
+        connection = self.connection
         if compute.deterministic:
             compute_deterministically()
         if compute.numa_binding == "node":
             bind_to_node(devices)
         if compute.tf32 and devices[0].type == "cuda":
             allow_tf32()
-        if position.store is None and position.init == "master" and position.master is not None:
+        if connection.store is None and connection.init == "master" and connection.master is not None:
             # No agent reports this, and a rank that was started alone waits for a long time.
-            where = ":".join(map(str, position.master))
-            others = position.world_size - 1
-            log.info("waiting for the other %d of %d ranks at %s", others, position.world_size, where)
+            where = ":".join(map(str, connection.master))
+            size = self.position.world_size
+            log.info("waiting for the other %d of %d ranks at %s", size - 1, size, where)
 
     def change(self, settings: Settings) -> None:
         """Continue with settings that a script has changed. Raises ConfigError if ranks differ in them."""
@@ -160,6 +181,8 @@ class RankSession:
         self.settings = given.replace(precision=precision_of(given.compute.precision, world))
         batch_size = given.data.batch_size
         self.recorder = Recorder(position.rank, batch_size, self.send, self.clock, position.node_rank)
+        self.recorder.own_samples = BlockMetrics(position.rank)
+        limit_waits(given.reliability.hang_seconds)
 
     def resume(
         self,
@@ -167,18 +190,20 @@ class RankSession:
         homes: Mapping[str, Tensor] = NONE,
         own: Collection[str] = (),
         redistribute: Redistribute | None = None,
+        shards: ShardedReading | None = None,
     ) -> ResumePoint:
-        """Return the state to begin with; see `resume.begin`. Without a `decision`, the position's counts."""
+        """Return the state to begin with; see `resume.begin`. Without a `decision`, the agent's counts."""
         self.beginning = begin(
             self.world,
             self.run.checkpoints,
             self.settings.checkpoint,
-            decision or self.position.resume,
+            self.grant if decision is None else replace(self.grant, resume=decision),
             self.recorder,
             self.settings.data.download,
             homes,
             own,
             redistribute,
+            shards,
         )
         return self.beginning
 
@@ -225,6 +250,7 @@ class RankSession:
             shares=shares,
             data=self._data,
             micro_batch=micro_batch,
+            restart=self.grant.restart,
         )
         self.event_schedule = EventSchedule.of(
             order.steps_per_epoch,
@@ -233,11 +259,21 @@ class RankSession:
             eval=eval_every,
             save=settings.checkpoint.checkpoint_every,
             check=settings.reliability.replica_check_every,
-            snapshot=snapshot_every(settings.checkpoint.snapshot_every, self.world, strategy),
+            replay=replay_every(settings.reliability.replay_check),
+            snapshot=snapshot_every(settings.checkpoint.snapshot_every, self.world, self.grant, strategy),
         )
         config = settings.checkpoint
         slots = (beginning.slot, beginning.own_slot)
-        self.saver = Saver(config, self.facts, state, self.recorder, *slots, beginning.generation)
+        self.saver = Saver(
+            config,
+            self.facts,
+            state,
+            self.recorder,
+            self.grant,
+            *slots,
+            beginning.generation,
+            strategy.shards_parameters,
+        )
 
     def begin_run(self, model: nn.Module) -> None:
         """Open the displays, and remove the summary of an earlier end."""
@@ -253,7 +289,7 @@ class RankSession:
         """
         saver = self.saver
         finished = self.code == FINISHED
-        if self.world.is_first:
+        if saver.writes:
             # If the last save has failed, this raises before a summary calls the run finished.
             saver.end(step, finished)
         # Sharded weights are gathered from all ranks, so this is outside of both `if`s.

@@ -66,6 +66,7 @@ class OutOfMemoryHandler:
                 raise
             session = self._session
             position = session.position
+            connection = session.connection
             if self._evaluates and session.settings.evaluation.eval_batch_size is not None:
                 session.advice = "use a smaller --eval-batch-size"
             elif self._half is None:
@@ -74,14 +75,14 @@ class OutOfMemoryHandler:
                     "or a smaller model"
                 )
             # Without an agent, no process would restart the ranks.
-            elif position.store is None:
+            elif connection.store is None:
                 session.advice = f"use --micro-batch-size {self._half}"
             else:
                 found = OutOfMemory(
-                    position.store[2], position.rank, position.node_rank, self._now, self._half
+                    connection.store[2], position.rank, position.node_rank, self._now, self._half
                 )
                 # If the store is gone, the ranks restart anyway, and will find the same.
                 with contextlib.suppress(RuntimeError):
-                    found.write(open_store(position, timedelta(seconds=LEAVE_SECONDS)))
+                    found.write(open_store(position, connection, timedelta(seconds=LEAVE_SECONDS)))
                 raise SmallerBatchError(f"out of memory with micro-batches of {self._now}") from error
             raise

@@ -9,15 +9,15 @@ from functools import partial
 from typing import Any, cast
 
 from tandem import layout
-from tandem.checkpoint.state import deserialize
 from tandem.config import Settings, TaskJob
 from tandem.data.loader import end_loaders, loader_processes
 from tandem.data.seeds import seed_model
 from tandem.distributed import strategy as strategies
 from tandem.distributed.child_processes import killed_child
 from tandem.distributed.devices import cores_of, not_deterministic, open_gpus
-from tandem.distributed.group import Position, in_one_line
 from tandem.distributed.peers import is_gpu_failure, is_peer_loss
+from tandem.distributed.position import RankStart
+from tandem.distributed.whole_state import broadcast_state
 from tandem.errors import (
     FAILED,
     FINISHED,
@@ -38,13 +38,17 @@ from tandem.tasks.build import datasets_of, model_of
 from tandem.tasks.traces import full_trace, short_trace, what_and_where
 from tandem.telemetry.messages import Event
 from tandem.telemetry.recorder import Recorder
+from tandem.text import in_one_line
 from tandem.training.evaluate import Evaluation, evaluation_batch_size
 from tandem.training.flops import profiled
 from tandem.training.loop import TaskLoopState, repeat_evaluation, train
 from tandem.training.precision import precision_of
+from tandem.training.replay import ReplayCheck, lengthen
 from tandem.training.replicas import check_replicas
-from tandem.training.resume import COMPLETE, check_model
+from tandem.training.resume import COMPLETE
 from tandem.training.saving import warn_of_unsaved_scores
+from tandem.training.shapes import check_model
+from tandem.training.shards import ShardedReading, check_shared
 from tandem.training.train_state import TrainState, recall
 from tandem.training.weights import saved_at, tensors_in
 
@@ -53,14 +57,14 @@ log = logging.getLogger("tandem.run")
 # Implement `tandem eval`: score a checkpoint as a run with any number of ranks would have done.
 
 
-def score(settings: Settings, position: Position, source: str) -> dict[str, float]:
+def score(settings: Settings, start: RankStart, source: str) -> dict[str, float]:
     """Return the scores of the weights at `source` over the task's evaluation set; all ranks call this.
 
     Rank 0 reads the checkpoint. Raises ConfigError for weights of another model, and for a task without an
     evaluation set.
     """
     data = settings.data
-    session = RankSession(settings, position)
+    session = RankSession(settings, start)
     session.open_group()
     world = session.world
     task = WholeTask(load_task(settings.run.task, settings.run.task_fields, data.data_dir, data.download))
@@ -73,7 +77,7 @@ def score(settings: Settings, position: Position, source: str) -> dict[str, floa
     model = strategy.shard(model_of(task, world.devices))
     # A run that still trains may save a newer checkpoint at any time, so one rank chooses for all.
     saved = saved_at(source) if world.is_first else None
-    state = deserialize(world.broadcast_bytes(saved.raw if saved else None))
+    state = broadcast_state(world, saved.state if saved else None, {})
     task.moment.resume(*world.broadcast_json([saved.step, saved.epoch_steps] if saved else None))
     weights = tensors_in(state)
     check_model(model, weights)
@@ -82,16 +86,16 @@ def score(settings: Settings, position: Position, source: str) -> dict[str, floa
     task.after_resume(model)
     size = evaluation_batch_size(settings.evaluation, data, world)
     precision = precision_of(settings.compute.precision, world)
-    workers = loader_processes(data.workers, cores_of(position))
+    workers = loader_processes(data.workers, cores_of(session.position))
     scores = Evaluation(world, strategy, task, model, dataset, size, precision, workers).scores()
     session.close()
     return scores
 
 
 def run_rank(
-    job: TaskJob, position: Position, watch_stop_flag: Callable[[StopFlag], None] = lambda stop: None
+    job: TaskJob, start: RankStart, watch_stop_flag: Callable[[StopFlag], None] = lambda stop: None
 ) -> int:
-    """Train as the rank at `position`, and return the exit code (see `errors`).
+    """Train as the rank that `start` describes, and return the exit code (see `errors`).
 
     Signal handlers are installed first. `watch_stop_flag`, without an agent, receives the stop flag.
     """
@@ -99,7 +103,8 @@ def run_rank(
     # Without an agent, launch/lone_rank.py reacts to signals from here on. The start below can wait long for
     # data or for other ranks.
     watch_stop_flag(stop)
-    session = RankSession(Settings.from_dict(job.settings), position)
+    session = RankSession(Settings.from_dict(job.settings), start)
+    position = session.position
     try:
         session.open_log()
         with session:
@@ -125,7 +130,8 @@ def run_rank(
             log.error("this rank's GPU failed (a new process may recover it): %s", in_one_line(error))
             return GPU_FAILED
         if is_peer_loss(error, position.world_size):
-            level = logging.ERROR if position.store is None else logging.WARNING  # an agent restarts it
+            has_agent = session.connection.store is not None  # which restarts it
+            level = logging.WARNING if has_agent else logging.ERROR
             log.log(level, "lost the other ranks", extra={"detail": in_one_line(error)})
             return PEER_LOST
         if killed is not None:
@@ -160,13 +166,13 @@ def _tell(session: RankSession, error: Exception) -> None:
         session.send(Event("rank_failed", time.time(), {"rank": rank, "reason": reason[:1000]}))
 
 
-def warm_up(job: TaskJob, expected: Position | None = None) -> None:
+def warm_up(job: TaskJob, expected: RankStart | None = None) -> None:
     """Prepare a process that may become a rank: import the task, and open its GPU if --warm-gpu is set."""
     settings = Settings.from_dict(job.settings)
     task_class(settings.run.task)
     strategies.preload(settings.compute.strategy)
     if settings.launch.warm_gpu and expected is not None:
-        open_gpus(settings.compute, expected.gpu)
+        open_gpus(settings.compute, expected.position.gpu)
 
 
 def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
@@ -175,13 +181,19 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
     clock = session.clock
     settings = session.settings
     # The agent tells only rank 0.
-    micro_batch = world.broadcast_json(session.position.resume.micro_batch)
+    micro_batch = world.broadcast_json(session.grant.resume.micro_batch)
     data = settings.data if micro_batch is None else replace(settings.data, micro_batch_size=micro_batch)
     slices = settings.run, data, settings.compute, settings.optimization, settings.exchange
     with log_if_slow("building data and model"):
         train_state = TrainState(*slices, world, clock, session.recorder, chosen)
+    train_state.stepper.is_restarted = session.grant.restart > 0
+    homes = train_state.model.state_dict()
+    shards = None
+    if train_state.strategy.shards_parameters:
+        check_shared(world, session.run.where)
+        shards = ShardedReading(world, train_state.strategy.rows)
     with clock.phase("resume"), log_if_slow("deciding where to resume"):
-        if session.resume(homes=train_state.model.state_dict()).step == COMPLETE:
+        if session.resume(homes=homes, shards=shards).step == COMPLETE:
             session.recorder.close()
             return
         # The state that is loaded next has a position, which refers to these samples.
@@ -203,7 +215,7 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
     event_schedule = session.event_schedule
     saver = session.saver
     # A restart of the same launch has tested it before.
-    if session.position.restart == 0 and event_schedule.cadences["eval"].unit != "never":
+    if session.grant.restart == 0 and event_schedule.cadences["eval"].unit != "never":
         with log_if_slow("testing the evaluation"):
             evaluation.dry_run()
     handler = OutOfMemoryHandler(session, data, train_state.shares, train_state.model)
@@ -256,6 +268,7 @@ def _training(
     recorder = session.recorder
     first = session.beginning.step
     window = session.settings.telemetry.profile if world.is_first else None
+    replay = _replay_check(session, train_state)
     steps = _counting_errors(train_state.data.steps(first, train_state.planned), recorder)
     profile = session.run.folder / layout.PROFILE / layout.profile(0)
     return TaskLoopState(
@@ -275,7 +288,19 @@ def _training(
         check_replicas=partial(check_replicas, world, train_state.strategy, train_state.model, recorder),
         saver=session.saver,
         step=first,
+        check_next_step=replay.check_next_step if replay is not None else lambda: None,
     )
+
+
+def _replay_check(session: RankSession, train_state: TrainState) -> ReplayCheck | None:
+    """Return the check of --replay-check, or None. Raises ConfigError where it cannot be right."""
+    every = session.settings.reliability.replay_check
+    if every == "never":
+        return None
+    check = train_state.stepper.repeat_on_others(session.settings.compute, session.recorder)
+    if every == "auto":
+        check.on_cost = partial(lengthen, session.event_schedule.cadences)
+    return check
 
 
 def _counting_errors(steps: Iterator[list[Any]], recorder: Recorder) -> Iterator[list[Any]]:

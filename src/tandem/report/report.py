@@ -23,6 +23,7 @@ from tandem.run.directory import RunDir
 from tandem.telemetry.journal import Restarts, write_bytes_atomic
 from tandem.telemetry.meter import ACTIVITIES, PHASES
 from tandem.telemetry.metrics import ACTIVITY_SECONDS
+from tandem.telemetry.verdict import measured, verdict
 from tandem.timeouts import SUPERVISE_SECONDS
 
 _ACTIVITY = re.compile(
@@ -140,6 +141,7 @@ def _read_run(run: RunDir, copied: RunDir, secrets: Sequence[str]) -> dict[str, 
         "about": about,
         "log": About(run.folder, secrets).log(reason) if state == "failed" else None,
         "points": points,
+        "verdict": verdict(measured(files.text(layout.METRICS_PAGE), settings)),
         "phases": _phases(points),
         "activities": _activities(files.text(layout.METRICS_PAGE)),
         "checkpoints": [] if linked else now["checkpoints"],

@@ -1,10 +1,14 @@
-"""Node 0's HTTP server for metrics, health and the live page. Read-only, with limits on everything."""
+"""Node 0's HTTP server for metrics, health and the live page, with limits on everything.
+
+Read-only, except that a reader with the token may look inside the ranks (`inspection_paths.py`).
+"""
 
 import threading
 import time
 from collections.abc import Callable, Mapping
 
 from tandem.report.access import OPEN_PATHS, Access
+from tandem.report.inspection_paths import TRACE, InspectionPaths
 from tandem.report.pages import live_page
 from tandem.report.web import bind
 from tandem.telemetry.journal import to_json
@@ -23,7 +27,9 @@ PATHS = (
     "/api/about",
     "/api/log",
     "/api/end",
+    TRACE,
 )
+NO_TOKEN = 401, "text/plain; charset=utf-8", b"token required, as a bearer token or password\n"
 
 
 class MetricsServer:
@@ -50,6 +56,7 @@ class MetricsServer:
         self.metrics = metrics
         self._hold_seconds = hold_seconds
         self.access = access or Access()
+        self.inspection = InspectionPaths(self.access.token is not None)
         self._status = status
         self._asked = {
             "/api/history": history,
@@ -145,7 +152,7 @@ class MetricsServer:
     def status(self) -> dict[str, object]:
         """Return the run's status; if that fails, an unhealthy status instead of a server error."""
         try:
-            return dict(self._status())
+            return {**self._status(), **({"inspection": True} if self.inspection.is_open else {})}
         except Exception as error:
             self.metrics.count_error("status")
             return {"healthy": False, "error": f"status is not available: {type(error).__name__}"}
@@ -153,16 +160,21 @@ class MetricsServer:
     def answer(self, path: str, accept: str, allowed: bool = True) -> tuple[int, str, bytes]:
         """Return HTTP status, content type and body for a path; `allowed`: the reader has the token."""
         if not allowed and path not in OPEN_PATHS:
-            return 401, "text/plain; charset=utf-8", b"token required, as a bearer token or password\n"
+            return NO_TOKEN
         if path == "/metrics":
             page, content_type = self.metrics.negotiate(accept)
             return 200, content_type, page
         if path == "/":
             return 200, "text/html; charset=utf-8", live_page().html
+        if path == TRACE:
+            return self.inspection.trace()
         if path in self._asked:
             return 200, "application/json", (to_json(dict(self._asked[path]())) + "\n").encode()
         if path not in PATHS:
             return 404, "text/plain; charset=utf-8", f"not found; available: {', '.join(PATHS)}\n".encode()
+        return self._health_answer(path, allowed)
+
+    def _health_answer(self, path: str, allowed: bool) -> tuple[int, str, bytes]:
         status = self.status()
         good = True
         if path == "/healthz":
@@ -171,6 +183,12 @@ class MetricsServer:
             good = bool(status.get("ready", self.metrics.training_started))
         shown: object = status if allowed else {"good": good}
         return 200 if good else 503, "application/json", (to_json(shown) + "\n").encode()
+
+    def post(self, target: str, allowed: bool, header: str | None) -> tuple[int, str, bytes]:
+        """Return the response to a POST request; `allowed`: the reader has the token."""
+        if not allowed:
+            return NO_TOKEN
+        return self.inspection.post(target, header)
 
     def _own_log(self) -> Mapping[str, object]:
         # A program may print anything, including secrets.

@@ -1,4 +1,4 @@
-"""HTTP for pages and metrics: only GET and HEAD, with limits on the size and time of each request."""
+"""HTTP for pages and metrics: GET and HEAD, and POST without a body, with limits on each request."""
 
 import ipaddress
 import logging
@@ -14,6 +14,7 @@ from ssl import SSLContext
 from typing import Any, Protocol
 
 from tandem.report.access import Access, is_local_name
+from tandem.report.inspection_paths import HEADER
 from tandem.timeouts import REQUEST_SECONDS
 
 # An HTTP server that many clients can neither overload nor block.
@@ -54,13 +55,16 @@ class BoundedServer(ThreadingMixIn, HTTPServer):
     def server_bind(self) -> None:
         TCPServer.server_bind(self)  # HTTPServer's own asks DNS for the host's name, which can hang
 
-    def get_request(self) -> tuple[socket.socket, Any]:
+    def _take_slot(self) -> None:
         if not self._slots.acquire(blocking=False):
             self._drop_longest_silent()
             # The disconnected client's thread frees its slot within this time. The limit keeps `shutdown`
             # quick.
             if not self._slots.acquire(timeout=0.2):
                 raise OSError("all connections are in use")  # serve_forever tries again
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        self._take_slot()
         try:
             connection, address = super().get_request()
             # The handshake happens at the first read, in the connection's own thread.
@@ -213,6 +217,14 @@ class _Handler(BaseHTTPRequestHandler):
                 owner.note_read(path, began, is_sent, self._is_scraper())
 
     do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        post = getattr(self.server.owner, "post", None)
+        if post is None:
+            self._refuse()
+            return
+        allowed = self.server.owner.access.allows(self.headers.get("Authorization"))
+        self._send(*post(self.path, allowed, self.headers.get(HEADER)))
 
     def _is_scraper(self) -> bool:
         """Return whether the reader identifies itself as Prometheus, or as a scraper that works like it."""

@@ -14,7 +14,8 @@ from typing import Any
 
 import cloudpickle
 
-from tandem.errors import ConfigError, text_of
+from tandem.errors import ConfigError
+from tandem.text import with_type
 
 RESULT = ".result"
 """The suffix of the file with rank 0's result, next to FILE."""
@@ -85,7 +86,7 @@ def run(file: Path) -> None:
 
 def reason(error: Exception) -> str:
     """Return the error on one line."""
-    return f"{type(error).__name__}: {text_of(error)}".partition("\n")[0]
+    return with_type(error).partition("\n")[0]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Literal
 
-from tandem.distributed.position import Position
+from tandem.distributed.position import Grant, RankStart
 
 FUNCTION = "tandem.script.function"
 """The module that runs a function of `tandem.launch`; its argument is a file with the function's name."""
@@ -72,19 +72,20 @@ def problem_of_script(path: Path) -> str | None:
 RUN_ID = "tandem"
 
 
-def error_file(position: Position) -> Path:
+def error_file(grant: Grant, rank: int) -> Path:
     """Return the path where torch's `@record`, and tandem's runner, record the error that ended the rank."""
-    folder = Path(position.sample_socket or ".").parent
-    return folder / f"attempt-{position.restart}" / f"rank-{position.rank}" / "error.json"
+    return grant.folder / f"attempt-{grant.restart}" / f"rank-{rank}" / "error.json"
 
 
-def variables(job: Job, position: Position, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of the rank at `position`, on top of the node's environment `given`.
+def variables(job: Job, start: RankStart, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of the rank that `start` describes, on top of the node's environment `given`.
 
     Names and rules are those of torch 2.15's agent; tests/scripts/test_environment.py compares them with a
     real torchrun. MASTER_ADDR and MASTER_PORT are a store that the agent hosts for this generation alone.
     """
-    host, port = position.master or ("127.0.0.1", 0)
+    position = start.position
+    grant = start.grant
+    host, port = start.connection.master or ("127.0.0.1", 0)
     found = {
         "RANK": position.rank,
         "LOCAL_RANK": position.local_rank,
@@ -97,11 +98,11 @@ def variables(job: Job, position: Position, given: Mapping[str, str]) -> dict[st
         "ROLE_WORLD_SIZE": position.world_size,
         "MASTER_ADDR": host,
         "MASTER_PORT": port,
-        "TORCHELASTIC_RESTART_COUNT": position.restart,
+        "TORCHELASTIC_RESTART_COUNT": grant.restart,
         "TORCHELASTIC_MAX_RESTARTS": job.max_restarts,
         "TORCHELASTIC_RUN_ID": RUN_ID,
         "TORCHELASTIC_USE_AGENT_STORE": True,
-        "TORCHELASTIC_ERROR_FILE": error_file(position),
+        "TORCHELASTIC_ERROR_FILE": error_file(grant, position.rank),
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": given.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
     }
@@ -111,6 +112,6 @@ def variables(job: Job, position: Position, given: Mapping[str, str]) -> dict[st
     return {name: str(value) for name, value in found.items()} | dict(job.variables)
 
 
-def set_variables(job: Job, position: Position) -> None:
+def set_variables(job: Job, start: RankStart) -> None:
     """Set the rank's variables in this process."""
-    os.environ.update(variables(job, position, os.environ))
+    os.environ.update(variables(job, start, os.environ))

@@ -1,12 +1,15 @@
-"""Watch a rank's pipe from its agent: the rank exits when it closes, and writes its stacks on any message."""
+"""Watch a rank's pipe from its agent: the rank exits when it closes, and answers what the agent asks."""
 
 import os
+import struct
 import threading
 
 from tandem.errors import PEER_LOST
+from tandem.telemetry.inspection import handle
 from tandem.telemetry.stacks import write_stacks
 
-REQUEST_BYTES = 64
+STACKS = b"stacks"
+"""Asks for stacks in the log directory; any other message is a request of `telemetry/inspection.py`."""
 _descriptor: int | None = None
 
 
@@ -17,8 +20,11 @@ def watch_agent_pipe(descriptor: int) -> None:
 
     def read() -> None:
         try:
-            while os.read(descriptor, REQUEST_BYTES):
-                write_stacks()
+            while (message := _message(descriptor)) is not None:
+                if message == STACKS:
+                    write_stacks()
+                else:
+                    handle(message)
         # An error of the pipe is treated like its end: the agent cannot be reached any more.
         except OSError:
             pass
@@ -26,6 +32,25 @@ def watch_agent_pipe(descriptor: int) -> None:
         os._exit(PEER_LOST)
 
     threading.Thread(target=read, name="agent-lifeline", daemon=True).start()
+
+
+def _message(descriptor: int) -> bytes | None:
+    """Read one message, as multiprocessing's Connection sends it: its length in four bytes, then its bytes.
+
+    Returns None at the end of the pipe. Raises OSError.
+    """
+    head = _bytes(descriptor, 4)
+    return None if head is None else _bytes(descriptor, *struct.unpack("!i", head))
+
+
+def _bytes(descriptor: int, count: int) -> bytes | None:
+    found = b""
+    while len(found) < count:
+        more = os.read(descriptor, count - len(found))
+        if not more:
+            return None
+        found += more
+    return found
 
 
 def descriptor_for_exec() -> int | None:

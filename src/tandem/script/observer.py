@@ -1,8 +1,8 @@
 """Observe a script that does not call tandem: its steps, its step time, and where it is.
 
-torch's global hook counts optimizer steps. A thread next to the script sends heartbeats four times a second.
-The rank's position comes from its stack: the innermost line of the script's own code, and whether that waits
-for other ranks. See docs/architecture.md#user-scripts.
+torch's global hook counts optimizer steps. `telemetry/heartbeat.py` sends heartbeats from a thread next to
+the script. The rank's position comes from its stack: the innermost line of the script's own code, and
+whether that waits for other ranks. See docs/architecture.md#user-scripts.
 """
 
 import json
@@ -20,16 +20,16 @@ from types import FrameType
 from typing import Any
 
 from tandem import running_clock
-from tandem.distributed.position import Position
-from tandem.log import renew_outputs
+from tandem.distributed.position import Grant, Position
 from tandem.script.job import Job
-from tandem.telemetry import metrics
+from tandem.telemetry import metrics, profiling
 from tandem.telemetry.hangs import HangLimits
+from tandem.telemetry.heartbeat import LOCATED_SECONDS, Heartbeats, Location
 from tandem.telemetry.messages import Heartbeat, Samples, Send
 from tandem.telemetry.meter import StepTimes
 from tandem.telemetry.metrics import Sample
 from tandem.telemetry.thread_activity import ThreadActivity, in_collective
-from tandem.timeouts import BEAT_SECONDS, PROGRESS_SECONDS
+from tandem.timeouts import PROGRESS_SECONDS
 
 # Measure how long a script's steps take on this rank without the wait for other ranks.
 #
@@ -123,13 +123,16 @@ OURS = str(Path(__file__).parent.parent) + "/"
 
 
 class Watch:
-    """Count one rank's steps and send its heartbeats, from construction on."""
+    """Count one rank's steps, and locate it by its stack for its heartbeats, from construction on.
 
-    def __init__(self, job: Job, position: Position, send: Send) -> None:
-        self._job = job
+    `imports`: the file for what the script has imported (`imports_file`).
+    """
+
+    def __init__(self, job: Job, position: Position, send: Send, imports: Path) -> None:
         self._position = position
+        self._imports = imports
         self._send = send
-        self._limits = HangLimits(job.hang_timeout, job.patience)
+        self._has_hang_timeout = job.hang_timeout is not None
         self._modules = set(sys.modules)
         self._counts: Counter[int] = Counter()  # by optimizer
         self._hook: Any = None
@@ -145,7 +148,6 @@ class Watch:
         self._last_state = ""
         self._since = running_clock.now()
         self._pace = Pace()
-        self._effort = ThreadActivity()
         if position.rank == 0:
             self._send_samples(
                 metrics.WORLD_SIZE.set(position.world_size),
@@ -153,7 +155,8 @@ class Watch:
                 metrics.GLOBAL_STEP.set(0),
             )
         self._count_steps()
-        threading.Thread(target=self._beat_forever, name="tandem-heartbeat", daemon=True).start()
+        limits = HangLimits(job.hang_timeout, job.patience)
+        self._heartbeats = Heartbeats(position.rank, self, send, limits)
 
     def hand_over(self) -> None:
         """Stop sending: the script reports its position itself from now on."""
@@ -161,6 +164,7 @@ class Watch:
         self._count_steps()
         self._send_progress()
         self._is_silent = True
+        self._heartbeats.end()
 
     def close(self) -> None:
         """Report the last steps."""
@@ -198,66 +202,60 @@ class Watch:
             self._ended_at = now
         if not self._is_silent:
             self._pace.stepped(optimizer)
+            profiling.step_ended(self.steps)
         if self.steps == 1 and self._position.local_rank == 0:
             self._save_imports()
 
     def _save_imports(self) -> None:
         """Record what the script has imported, for the standby processes of the next generation."""
-        path = imports_file(self._position)
+        path = self._imports
         with suppress(OSError):
             path.with_suffix(".new").write_text(json.dumps(self.imported()))
             path.with_suffix(".new").replace(path)
 
-    def _beat_forever(self) -> None:
-        while not self._is_silent:
-            with suppress(Exception):  # a rank without heartbeats would be reported as hung
-                self._report()
-            time.sleep(BEAT_SECONDS)
+    @property
+    def is_of_host(self) -> bool:
+        """True: a script that waits for a GPU is not told from one that computes."""
+        return True
 
-    def _report(self) -> None:
+    def locate(self, now: float, thread: ThreadActivity) -> Location:
+        """Return the location at `now`."""
         self._count_steps()
-        self._effort.look()
-        self._send(self._heartbeat())
-        renew_outputs()
-        if time.monotonic() - self._sent_at >= PROGRESS_SECONDS:
-            self._send_progress()
-
-    def _heartbeat(self) -> Heartbeat:
-        location, in_distributed, in_autograd = where(self._effort.frame)
+        place, in_distributed, in_autograd = where(thread.frame)
         # DDP waits for gradients in C++ inside backward, where no frame shows it. A backward that computes
         # uses a core.
-        waiting = in_distributed or (in_autograd and not self._effort.is_busy())
+        waiting = in_distributed or (in_autograd and not thread.is_busy())
         if not waiting:
-            self._pace.seen_at(location)
+            self._pace.seen_at(place)
         own, quick, doing = self._pace.typical()
-        now = running_clock.now()
-        state = f"{location} step {self.steps} {waiting}"
+        state = f"{place} step {self.steps} {waiting}"
         if state != self._last_state:
             self._last_state = state
             self._since = now
-        quiet = now - self._since
-        limits = self._limits
         trains = self.steps > 0
-        # A script's evaluation or save looks like a hang. Unless a limit is set, only a collective has to be
-        # short.
-        short = trains and (waiting or limits.hang_timeout is not None)
-        return Heartbeat(
-            rank=self._position.rank,
+        return Location(
             step=self.steps,
             activity="train" if trains else "startup",
-            phase=location,
-            quiet=round(quiet, 3),
-            limit=limits.of_work(trains),
+            phase=place,
+            since=self._since,
+            is_waiting=waiting and now - self._since > LOCATED_SECONDS,
+            has_trained=trains,
+            has_step_limit=trains,
+            # A script's evaluation or save looks like a hang. Unless a limit is set, only a collective has to
+            # be short.
+            has_idle_limit=trains and (waiting or self._has_hang_timeout),
             # A copy, because the training thread appends to the deque meanwhile.
-            hang=limits.of_silence(median(tuple(self._times) or (0.0,)) if trains else None),
-            trained=trains,
-            waiting=waiting and quiet > 2 * BEAT_SECONDS,
-            idle=round(min(quiet, max(0.0, now - self._effort.worked_at)), 3),
-            idle_limit=limits.of_idling(self._longest) if short else limits.patience,
+            typical_step=median(tuple(self._times) or (0.0,)),
+            longest_step=self._longest,
             own=own,
             quick=quick,
             doing=doing,
         )
+
+    def beat(self, _sent: Heartbeat) -> None:
+        """Report the new steps every few seconds."""
+        if time.monotonic() - self._sent_at >= PROGRESS_SECONDS:
+            self._send_progress()
 
     def _send_progress(self) -> None:
         """Report the new steps; only rank 0 reports numbers of the run."""
@@ -283,9 +281,9 @@ class Watch:
         self._send(Samples(list(samples)))
 
 
-def imports_file(position: Position) -> Path:
+def imports_file(grant: Grant) -> Path:
     """Return the path where a node's ranks record what they have imported."""
-    return Path(position.sample_socket or ".").parent / "imports.json"
+    return grant.folder / "imports.json"
 
 
 def where(frame: FrameType | None) -> tuple[str, bool, bool]:

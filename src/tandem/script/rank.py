@@ -16,15 +16,14 @@ import threading
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from tandem import layout
 from tandem.distributed import position as positions
 from tandem.distributed.child_processes import killed_child
-from tandem.distributed.position import Position
-from tandem.errors import FINISHED, GPU_FAILED, PEER_LOST, TandemError, text_of
+from tandem.distributed.position import Position, RankStart
+from tandem.errors import FINISHED, GPU_FAILED, PEER_LOST, TandemError
 from tandem.log import keep_bounded, redirect_output, setup
 from tandem.process import end_with_parent, safe_path
 from tandem.script.execute import (
@@ -40,6 +39,7 @@ from tandem.script.observer import Watch, imports_file
 from tandem.signals import default_signals
 from tandem.telemetry.channel import sender
 from tandem.telemetry.stacks import keep_stacks
+from tandem.text import with_type
 
 log = logging.getLogger("tandem.run")
 
@@ -48,16 +48,17 @@ OTHER_THREADS = threading.active_count() - 1
 """Threads of the fork server after its imports; a fork loses them."""
 
 
-def run_rank(job: Job, position: Position) -> NoReturn:
+def run_rank(job: Job, start: RankStart) -> NoReturn:
     """Become the rank in a process that the agent's fork server forked, by calling the script or by exec."""
+    position = start.position
     default_signals(spares=job.program.kind != "command")
-    set_variables(job, position)
+    set_variables(job, start)
     if job.program.kind == "command":
-        _write_to_log(job, position)
+        _write_to_log(job, position.rank)
         _end_with_fork_server()
         os.execvp(job.program.target, [job.program.target, *job.program.arguments])
     if job.cold:
-        _exec_cold(job, position)
+        _exec_cold(job, start)
     problem = unfit_to_fork()
     if problem:
         if position.local_rank == 0:
@@ -65,22 +66,22 @@ def run_rank(job: Job, position: Position) -> NoReturn:
                 f"tandem: {problem}; ranks start in new interpreters (as with --fresh-interpreter)",
                 file=sys.stderr,
             )
-        _exec_cold(job, position)
-    forget_the_fork(Path(position.sample_socket or ".").parent)
+        _exec_cold(job, start)
+    forget_the_fork(start.grant.folder)
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and int(threads) > 0 and "torch" in sys.modules:
         # Torch reads the variable when it is imported, which was before the fork.
         sys.modules["torch"].set_num_threads(int(threads))
-    run_program(job, position)
+    run_program(job, start)
 
 
-def warm_up(job: Job, expected: Position | None) -> None:
+def warm_up(job: Job, expected: RankStart | None) -> None:
     """Prepare a standby process: import what the script has imported, as the rank that it will be."""
     # An exec would lose the imports.
     if job.cold or job.program.kind == "command" or expected is None:
         return
     set_variables(job, expected)  # some packages read their rank when they are imported
-    names = json.loads(imports_file(expected).read_text())
+    names = json.loads(imports_file(expected.grant).read_text())
     for name in names:
         # A module may be importable only from inside the script. The rank imports it itself then, and shows
         # any error.
@@ -98,24 +99,27 @@ def unfit_to_fork() -> str | None:
     return None
 
 
-def run_program(job: Job, position: Position) -> NoReturn:
+def run_program(job: Job, start: RankStart) -> NoReturn:
     """Run the script under watch, and exit with its code, or 200 if it has lost its peers."""
-    record = _write_to_log(job, position)
+    position = start.position
+    grant = start.grant
+    path = error_file(grant, position.rank)
+    record = _write_to_log(job, position.rank)
     setup(None, position.rank, position.node_rank, True, job.json_lines)
     keep_stacks(Path(job.logs), position.rank)
-    watch = Watch(job, position, sender(position.sample_socket))
-    launched = positions.launched = positions.Launched(position, watch.hand_over)
-    code = _run(job, position, record)
+    watch = Watch(job, position, sender(grant.sample_socket), imports_file(grant))
+    launched = positions.launched = positions.Launched(start, watch.hand_over)
+    code = _run(job, position, path, record)
     try:
         code = launched.close(code)  # `close` as the script has set it meanwhile
     except TandemError as error:
-        code = _log_error(error, position)
+        code = _log_error(error, path)
     watch.close()
     leave(code)
 
 
-def _run(job: Job, position: Position, record: Any) -> int:
-    """Run the script; return its exit code."""
+def _run(job: Job, position: Position, path: Path, record: Any) -> int:
+    """Run the script; return its exit code. What ended the rank is recorded at `path`."""
     try:
         execute(job.program)
         return FINISHED
@@ -123,34 +127,34 @@ def _run(job: Job, position: Position, record: Any) -> int:
         code = code_of(ending)
         # A framework may turn the error of a lost peer into sys.exit(1).
         if code != FINISHED and lost_its_peers(ending, position.world_size):
-            return _log_lost(ending, position, record)
+            return _log_lost(ending, path, record)
         return code if code == FINISHED else _killed(ending) or code
     except TandemError as error:  # from `tandem.start()` and its objects
-        return _log_error(error, position)
+        return _log_error(error, path)
     except BaseException as error:
         killed = _killed(error)
         _end_loaders()
         without_our_frames(error)
         if lost_its_peers(error, position.world_size):
-            return _log_lost(error, position, record)
-        _show(error, position, record)
+            return _log_lost(error, path, record)
+        _show(error, position.rank, record)
         # A killed helper process is no error of the script, so nothing is recorded.
         if killed is not None:
             return killed
-        _write_down(error, position)
+        _write_down(error, path)
         if gpu_has_failed(error):
             return GPU_FAILED
         return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 
-def _show(error: BaseException, position: Position, record: Any) -> None:
+def _show(error: BaseException, rank: int, record: Any) -> None:
     """Print Python's own traceback; after tandem.start(), rank 0's terminal shows the script's lines only.
 
     The log has the full traceback.
     """
     own_loop = sys.modules.get("tandem.custom_loop.run")
     is_ours = own_loop is not None and own_loop._started is not None and isinstance(error, Exception)
-    if not is_ours or position.rank != 0 or record is sys.stderr:
+    if not is_ours or rank != 0 or record is sys.stderr:
         sys.excepthook(type(error), error, error.__traceback__)
         return
     from tandem.tasks.traces import script_trace  # a script that does not call tandem needs no tasks
@@ -195,16 +199,16 @@ def _end_loaders() -> None:
         loader.end_loaders()
 
 
-def _log_error(error: TandemError, position: Position) -> int:
-    """Log the error on one line, and return its exit code."""
+def _log_error(error: TandemError, path: Path) -> int:
+    """Log the error on one line, record it at `path`, and return its exit code."""
     error.__traceback__ = error.__cause__ = None
     error.__suppress_context__ = True
-    _write_down(error, position)
+    _write_down(error, path)
     log.error("%s", error)
     return error.exit_code
 
 
-def _log_lost(error: BaseException, position: Position, record: Any) -> int:
+def _log_lost(error: BaseException, path: Path, record: Any) -> int:
     """Log one line and return 200.
 
     The traceback is the same on all ranks but the responsible one, so it goes to the log file only.
@@ -212,20 +216,19 @@ def _log_lost(error: BaseException, position: Position, record: Any) -> int:
     lines = [line for line in traceback.format_exception(error) if line.strip()]
     record.write("".join(lines))
     record.flush()
-    _write_down(error, position)
+    _write_down(error, path)
     log.warning("lost the other ranks", extra={"detail": lines[-1].strip().splitlines()[-1]})
     return PEER_LOST
 
 
-def _write_down(error: BaseException, position: Position) -> None:
+def _write_down(error: BaseException, path: Path) -> None:
     """Record what ended this rank for the agent, in the format of torch's `@record`."""
-    path = error_file(position)
     if path.exists():
         return  # written by @record
     text = "".join(traceback.format_exception(error))
     # The end of a long traceback has the error.
     more = {"py_callstack": text[-20_000:], "timestamp": str(int(time.time()))}
-    words = {"message": f"{type(error).__name__}: {text_of(error)}", "extraInfo": more}
+    words = {"message": with_type(error), "extraInfo": more}
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"message": words}))
@@ -247,16 +250,16 @@ class _Copied(io.FileIO):
         return written
 
 
-def _write_to_log(job: Job, position: Position) -> Any:
+def _write_to_log(job: Job, rank: int) -> Any:
     """Send this rank's output to RUN_DIR/log/rank-N.log; rank 0 keeps the terminal and copies to its log.
 
     Returns the log, for text. Output of native code on rank 0, and of a command as rank 0, goes only to the
     terminal.
     """
-    path = Path(job.logs, layout.rank_log(position.rank))
+    path = Path(job.logs, layout.rank_log(rank))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if position.rank != 0:
+        if rank != 0:
             redirect_output(path)
             return sys.stderr
         copy = path.open("ab", buffering=0)
@@ -278,11 +281,11 @@ def _copying(stream: Any, copy: Any) -> io.TextIOWrapper:
     return io.TextIOWrapper(raw, *options)
 
 
-def _exec_cold(job: Job, position: Position) -> NoReturn:
+def _exec_cold(job: Job, start: RankStart) -> NoReturn:
     """Become a new interpreter with the same process ID."""
-    path = error_file(position).with_name("job.pickle")
+    path = error_file(start.grant, start.position.rank).with_name("job.pickle")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(pickle.dumps((job, replace(position, memories=()), descriptor_for_exec())))
+    path.write_bytes(pickle.dumps((job, start.with_memories(()), descriptor_for_exec())))
     _end_with_fork_server()
     flags = cast(Any, subprocess)._args_from_interpreter_flags()
     os.execve(sys.executable, [sys.executable, *flags, "-m", COLD, str(path)], safe_path(os.environ))

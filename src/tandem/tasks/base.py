@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from tandem.config.task_names import VALID, parsed
-from tandem.data.datasets import Datasets, install_vision, one_line
+from tandem.data.datasets import Datasets, install_vision
 from tandem.data.fetch import Collate, StepContext, asking
 from tandem.data.loader import batch_size_of
 from tandem.errors import ConfigError, TandemError
 from tandem.tasks.mistakes import Outputs, loss_and_sums, weight_of, where
 from tandem.tasks.mistakes import Sums as Sums
-from tandem.text import did_you_mean, nearest
+from tandem.text import did_you_mean, nearest, one_line
 
 # A task's own settings: convert the text of `--task.FIELD VALUE` to the type of the dataclass field.
 
@@ -225,6 +225,10 @@ class WholeTask:
 
     def sample_lengths(self, _train: Any) -> Any:
         """Return the length [n] of each training sample, to form global batches of similar lengths."""
+        return None
+
+    def sample_blocks(self, _train: Any) -> Any:
+        """Return the number of samples of each stored block, in order, to read few blocks at a time."""
         return None
 
     def weight(self, batch: Any) -> Tensor | float:

@@ -1,7 +1,7 @@
 """Build a task's datasets, model, optimizer and scheduler, and validate each one (`mistakes.py`)."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,8 +11,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
+from tandem.data.block_order import VALID_SIZES, BlockOrder, checked_sizes
 from tandem.data.datasets import Datasets
 from tandem.data.fetch import is_stream
+from tandem.data.mixture import Mixture
 from tandem.data.sampler import BucketedOrder, GlobalOrder, MakeOrder, WeightedOrder
 from tandem.errors import ConfigError
 from tandem.tasks.base import WholeTask
@@ -58,18 +60,24 @@ def _problem_of(dataset: Any) -> str:
 
 
 def order_of(task: WholeTask, train: Any) -> MakeOrder:
-    """Return the order that a task defines by sample weights or lengths. Raises ConfigError."""
-    own = [name for name in ("sample_weights", "sample_lengths") if name in task.own]
+    """Return the order that a task defines by sample weights, lengths or blocks. Raises ConfigError."""
+    own = [name for name in ("sample_weights", "sample_lengths", "sample_blocks") if name in task.own]
     if not own:
         return GlobalOrder
     name = own[0]
     method = getattr(task, own[0])
     if len(own) > 1:
-        raise mistake(method, "an order, and so does sample_lengths", "remove one of them", "sets")
+        raise mistake(method, f"an order, and so does {own[1]}", "remove one of them", "sets")
     if hasattr(train, "of_rank") or is_stream(train):
         got = f"the order of {kind(train)}, which has its own"
         raise mistake(method, got, "use it only with a dataset that has __len__ and __getitem__", "sets")
     made: Any = method(train)
+    if isinstance(train, Mixture):
+        raise mistake(method, "the order of a mixture, which has its own", "remove the method", "sets")
+    if name == "sample_blocks":
+        return _order_by_blocks(method, made, len(train))
+    if hasattr(train, "block_sizes"):
+        raise mistake(method, f"an order, and so does block_sizes of {kind(train)}", "remove one", "sets")
     try:
         numbers = torch.as_tensor(made, dtype=torch.float64).cpu()
     except (TypeError, ValueError, RuntimeError):
@@ -86,6 +94,13 @@ def order_of(task: WholeTask, train: Any) -> MakeOrder:
     if name == "sample_weights":
         return partial(WeightedOrder, weights=numbers)
     return partial(BucketedOrder, lengths=numbers)
+
+
+def _order_by_blocks(method: Callable[..., Any], sizes: Any, samples: int) -> MakeOrder:
+    try:
+        return partial(BlockOrder, sizes=checked_sizes(sizes, samples))
+    except ValueError as error:
+        raise mistake(method, str(error), VALID_SIZES) from None
 
 
 def model_of(task: WholeTask, devices: Sequence[torch.device]) -> nn.Module:

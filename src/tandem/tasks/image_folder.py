@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 from torch.utils.data import Dataset
 
-from tandem.data.datasets import Datasets, one_line, torchvision_for
+from tandem.data.datasets import Datasets, torchvision_for
 from tandem.errors import ConfigError
 from tandem.tasks.classification import LossAndSums, cross_entropy
 from tandem.tasks.normalized import normalized
-from tandem.text import did_you_mean, nearest
+from tandem.text import did_you_mean, nearest, one_line
 
 LEFT_BY_TOOLS = frozenset(
     ("__MACOSX", "@eaDir", "lost+found", "#recycle", "#snapshot", "$RECYCLE.BIN", "System Volume Information")

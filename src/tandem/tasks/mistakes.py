@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tandem.data.datasets import one_line
 from tandem.data.loader import tensor_of
 from tandem.errors import ConfigError
+from tandem.text import one_line
 
 Sums = Mapping[str, tuple[Tensor | float, Tensor | float]]
 """{name: (sum over the samples, number of samples)}; tandem adds up both and divides once."""

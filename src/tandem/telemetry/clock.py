@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tandem import running_clock
+from tandem.telemetry import profiling
 from tandem.telemetry.meter import StepTimes
 from tandem.torch_private import after_gradients, around_compilation
 
@@ -45,7 +46,7 @@ class Clock:
         self.since = running_clock.now()
         self.entered = 0
         self.step = self.first_step = 0
-        self.on_activity: Callable[[], None] = lambda: None
+        self.on_activity: Callable[[], object] = lambda: None
         self.computes_alone = False
         """True if only the wait after backward has collectives: no forward, backward or optimizer does."""
         self._knows_wait = False
@@ -100,6 +101,7 @@ class Clock:
     def enter_backward(self, loss: Tensor) -> None:
         """Begin backward from `loss`: its own work, then the wait for the gradients of other ranks."""
         self.enter("backward")
+        # See docs/architecture.md#measuring-a-ranks-own-time.
         after_gradients(loss, self._gradients_done)
 
     def end_step(self) -> list[StepTimes]:
@@ -114,6 +116,7 @@ class Clock:
         self._step_began = self.since
         times = self._timer.end()
         self.recent += times
+        profiling.step_ended(self.step)
         return times
 
     def pause(self) -> None:

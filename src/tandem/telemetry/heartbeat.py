@@ -1,124 +1,130 @@
 """Heartbeats of a rank, four times a second from a separate thread.
 
 A heartbeat has the position (step, activity, phase), since when, and whether the rank waits for others there.
-It is read from the clock that the training thread updates, and never from a collective. If the host seems to
-wait for a GPU, events are queried without blocking.
+A `Locator` knows the position: `clock_locator.py` from the clock of tandem's own loops, `script/observer.py`
+from the stack of a script. Neither uses a collective or waits for a device. See
+docs/architecture.md#hangs.
 """
 
 import logging
 import threading
 import time
-from contextlib import suppress
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Protocol
 
-from tandem import layout, running_clock
-from tandem.config.slices import ReliabilityConfig
+from tandem import running_clock
 from tandem.log import renew_outputs
-from tandem.telemetry.clock import STEP_PHASES, Clock
 from tandem.telemetry.hangs import HangLimits
 from tandem.telemetry.messages import Heartbeat, Send
-from tandem.telemetry.thread_activity import ThreadActivity, in_collective
+from tandem.telemetry.thread_activity import ThreadActivity
 from tandem.timeouts import BEAT_SECONDS
-from tandem.torch_private import flight_record
 
 log = logging.getLogger("tandem.heartbeat")
 
+LOCATED_SECONDS = 2 * BEAT_SECONDS
+"""How long a rank is in one place before it is examined whether it waits: most phases are shorter."""
 
-class Heartbeats:
-    """Sends the heartbeats of one rank, with the time limits from `limits`.
 
-    One is sent every `pause` seconds. A rank that is stuck for as long as a hang writes torch's flight
-    recorder to `directory`.
+@dataclass(frozen=True)
+class Location:
+    """Where a rank is, since when (`running_clock.now`), and the steps that its time limits derive from.
+
+    `is_kernel`: a GPU computes there, so that work of the host is no sign of life. `has_step_limit`: the
+    limits for steps apply, and `has_idle_limit`, that for a step without work. `own`, `quick` and `doing`:
+    see `Heartbeat`.
     """
 
+    step: int
+    activity: str
+    phase: str
+    since: float
+    is_waiting: bool
+    has_trained: bool
+    has_step_limit: bool
+    has_idle_limit: bool
+    typical_step: float = 0.0
+    longest_step: float = 0.0
+    is_kernel: bool = False
+    own: float | None = None
+    quick: float | None = None
+    doing: str | None = None
+
+
+class Locator(Protocol):
+    """Where a rank is; `Heartbeats` calls this from its thread, and at each new activity from the rank's."""
+
+    @property
+    def is_of_host(self) -> bool:
+        """Whether CPU time shows work; False if the thread may wait for a GPU in a loop."""
+        ...
+
+    def locate(self, now: float, thread: ThreadActivity) -> Location:
+        """Return the location at `now`; `thread` knows what the training thread does."""
+        ...
+
+    def beat(self, sent: Heartbeat) -> None:
+        """Do what else is due, after each heartbeat of the thread."""
+        ...
+
+
+class Heartbeats:
+    """Sends the heartbeats of one rank from construction on, one every `pause` seconds."""
+
     def __init__(
-        self,
-        rank: int,
-        clock: Clock,
-        send: Send,
-        limits: ReliabilityConfig,
-        directory: Path,
-        pause: float = BEAT_SECONDS,
+        self, rank: int, locator: Locator, send: Send, limits: HangLimits, pause: float = BEAT_SECONDS
     ) -> None:
         self._rank = rank
-        self._clock = clock
+        self._locator = locator
         self._send = send
+        self._limits = limits
         self._pause = pause
-        self._limits = HangLimits(limits.hang_seconds, limits.phase_timeout)
-        self._path = directory / layout.flight(rank)
-        self._effort = ThreadActivity()
+        self._thread = ThreadActivity()
         self._one_at_a_time = threading.Lock()
-        self._recorded = -1
+        self._is_over = False
         self._complained = False
-        clock.on_activity = self.send
         threading.Thread(target=self._beat, name="tandem-heartbeat", daemon=True).start()
 
-    def send(self) -> None:
-        """Send the rank's position; the lock keeps the order, whichever thread calls."""
+    def send(self) -> Heartbeat:
+        """Send the rank's position, and return it; the lock keeps the order, whichever thread calls."""
         with self._one_at_a_time:
-            clock = self._clock
             now = running_clock.now()
-            quiet = now - clock.since
-            trains = clock.current in STEP_PHASES and clock.has_trained
-            # Most phases are shorter, so the stack and the events are examined only after two heartbeats.
-            stands = quiet > 2 * self._pause
-            kernel = clock.kernel() if stands and trains else None
-            phase = clock.current
-            step = clock.step
-            # The host waits for the kernel later in the step, in a place where it also waits for other ranks.
-            if kernel is not None:
-                phase = f"{kernel[0]} (kernel)"
-                step = kernel[1]
+            at = self._locator.locate(now, self._thread)
+            quiet = now - at.since
             # Work of the host, such as its loaders', says nothing about a kernel, so all of the time counts.
-            idle = quiet if kernel is not None else min(quiet, max(0.0, now - self._effort.worked_at))
+            idle = quiet if at.is_kernel else min(quiet, max(0.0, now - self._thread.worked_at))
             limits = self._limits
-            self._send(
-                Heartbeat(
-                    rank=self._rank,
-                    step=step,
-                    activity=clock.activity,
-                    phase=phase,
-                    quiet=round(quiet, 3),
-                    limit=limits.of_work(trains),
-                    hang=self._hang_seconds(),
-                    trained=clock.has_trained,
-                    waiting=stands and kernel is None and self._waits(),
-                    idle=round(idle, 3),
-                    idle_limit=limits.of_idling(clock.longest_step) if trains else limits.patience,
-                )
+            heartbeat = Heartbeat(
+                rank=self._rank,
+                step=at.step,
+                activity=at.activity,
+                phase=at.phase,
+                quiet=round(quiet, 3),
+                limit=limits.of_work(at.has_step_limit),
+                hang=limits.of_silence(at.typical_step if at.has_trained else None),
+                trained=at.has_trained,
+                waiting=at.is_waiting,
+                idle=round(idle, 3),
+                idle_limit=limits.of_idling(at.longest_step) if at.has_idle_limit else limits.patience,
+                own=at.own,
+                quick=at.quick,
+                doing=at.doing,
             )
+            self._send(heartbeat)
+            return heartbeat
 
-    def _hang_seconds(self) -> float:
-        return self._limits.of_silence(self._clock.typical_step if self._clock.has_trained else None)
+    def end(self) -> None:
+        """Stop sending: the rank reports its position in another way from now on."""
+        self._is_over = True
 
     def _beat(self) -> None:
-        while True:
-            time.sleep(self._pause)
+        while not self._is_over:
             try:
-                self._effort.look(by_cpu_time=self._clock.is_of_host)
-                self.send()
+                self._thread.look(by_cpu_time=self._locator.is_of_host)
+                sent = self.send()
                 renew_outputs()
-                self._record_if_stuck()
+                self._locator.beat(sent)
             except Exception:  # a rank without heartbeats would be reported as hung
                 if not self._complained:
                     log.exception("sending a heartbeat failed; will keep trying")
                 self._complained = True
-
-    def _record_if_stuck(self) -> None:
-        stuck = running_clock.now() - self._clock.since > self._hang_seconds()
-        # Once for each phase that is stuck, because the record does not change while the rank waits.
-        if stuck and self._recorded != self._clock.entered:
-            self._recorded = self._clock.entered
-            with suppress(OSError):
-                self._path.write_bytes(flight_record())
-
-    def _waits(self) -> bool:
-        """Return True if the training thread waits for others: in a collective, or in an idle backward."""
-        frame = self._effort.frame
-        if in_collective(frame):
-            return True
-        if not self._clock.is_of_host:  # the host waits for kernels where it uses their results
-            return self._clock.current in ("backward", "optimizer")
-        is_in_torch = frame is not None and "/torch/" in frame.f_code.co_filename
-        # gloo's wait for gradients has no Python frame, and takes no CPU time.
-        return self._clock.current == "backward" and is_in_torch and not self._effort.is_busy()
+            time.sleep(self._pause)

@@ -152,7 +152,11 @@ def write_bytes_atomic(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     # After a power loss, the rename is there only if the directory has been synced, too (fsync(2)).
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    _sync_directory(path.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(directory)
     finally:

@@ -136,6 +136,7 @@ SKIP_REASONS = ("amp_overflow", "nonfinite_loss", "nonfinite_grad")
 RESTART_REASONS = ("elastic", "preemption", "crash", "hang", "unknown")
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
 STEP_BUCKETS = tuple(0.001 * 2**i for i in range(17))  # 1 ms to 66 s; doubling keeps the relative error equal
+REQUEST_OUTCOMES = ("ok", "retried", "failed")
 SAVE_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 
 # fmt: off
@@ -186,6 +187,8 @@ RANK_COMPUTE_SECONDS_MEDIAN = Gauge("rank_compute_seconds_median",
 RANK_COMPUTE_SECONDS_MAX = Gauge("rank_compute_seconds_max",
     "Own time of the slowest rank in a typical step.", "stragglers")
 SLOWEST_RANK = Gauge("slowest_rank", "The rank with the most own time.", "stragglers")
+TYPICAL_STEP_SECONDS = Gauge("typical_step_seconds",
+    "A typical step, with the wait for gradients; absent for a script.", "stragglers")
 RANK_COMPUTE_SECONDS = Gauge("rank_compute_seconds",
     "Own time of a typical step: all but the wait for gradients.", "stragglers", labels("rank", "node"))
 RANK_DATA_SECONDS = Gauge("rank_data_seconds",
@@ -211,6 +214,20 @@ DATA_ERRORS = Counter("data_errors",
     "Samples that could not be read.", "optimization", labels("reason"), by_node=True)
 REPLICA_MISMATCHES = Counter("replica_mismatches",
     "Replicas whose parameters differed from rank 0's.", "optimization")
+REPLAY_MISMATCHES = Counter("replay_mismatches",
+    "Ranks whose gradients or state differed when another rank repeated their work.", "optimization")
+
+BLOCK_REQUESTS = Counter("block_requests",
+    "Requests for blocks of data on object stores, by outcome.", "data", labels(outcome=REQUEST_OUTCOMES),
+    by_node=True)
+BLOCK_BYTES = Counter("block_bytes", "Bytes of blocks received.", "data", by_node=True)
+BLOCK_CACHE_HITS = Counter("block_cache_hits",
+    "Blocks that were in the cache when a rank began to read ahead to them.", "data", by_node=True)
+BLOCK_WAIT_SECONDS = Counter("block_wait_seconds",
+    "Time that readers waited for blocks, all processes of the ranks together.", "data", by_node=True)
+BLOCKS_AHEAD = Gauge("blocks_ahead",
+    "Blocks in the cache that a rank reads next or has just read.", "data", labels("rank"), by_node=True)
+BLOCK_CACHE_BYTES = Gauge("block_cache_bytes", "Bytes in the node's block cache.", "data", by_node=True)
 
 CHECKPOINT_SAVES = Counter("checkpoint_saves", "Checkpoints saved.", "checkpoints")
 CHECKPOINT_SAVE_FAILURES = Counter("checkpoint_save_failures",
@@ -249,6 +266,9 @@ SIGNALS_RECEIVED = Counter("signals",
     "Stop signals that node 0 received.", "life cycle", labels(signal=SIGNALS))
 LOG_MESSAGES = Counter("log_messages",
     "Log messages at warning and above.", "life cycle", labels(level=("warning", "error", "critical")))
+OUTGOING_REQUESTS = Counter("outgoing_requests",
+    "Requests of node 0 to the webhook of --notify, or to Kubeflow Trainer's status endpoint.", "life cycle",
+    labels(to=("webhook", "trainer"), outcome=("sent", "failed")), late=True)
 COLLECT_ERRORS = Counter("collect_errors",
     "Metric samples that could not be used.", "life cycle", labels("source"))
 

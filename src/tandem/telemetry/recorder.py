@@ -187,6 +187,8 @@ class Recorder:
         self._stragglers = Stragglers(node)
         self._watch = StragglerWatch()
         self._memory: DeviceMemory | None = None
+        self.own_samples: Callable[[], list[Sample]] = list
+        """Returns what this rank alone knows, for each log interval."""
         self.known_costs = Costs()  # the last argument of `costs`, or from the loaded state
         self._steps_sent = 0
         self._sent_at = 0.0
@@ -304,6 +306,7 @@ class Recorder:
             samples = line_samples(line) + self._pace_of_tokens(line) + self._steps_since_last()
         samples += memory_samples(readings.memory, self._memory)  # each rank reports its own GPU
         self._memory = readings.memory
+        samples += self.own_samples()
         if samples:
             self._send(Samples(samples))
 

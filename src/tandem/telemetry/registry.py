@@ -72,7 +72,8 @@ class Registry:
         if isinstance(metric, prometheus.Counter) and len(family.labels) == 1:
             for label, values in family.labels.items():
                 for value in values:
-                    self._child(family, {label: value})
+                    of_node = {"node": self._node} if family.by_node else {}
+                    self._child(family, {label: value, **of_node})
 
     def apply(self, samples: Iterable[Sample]) -> None:
         """Apply the samples. An invalid one is counted as an error, and the others still apply."""

@@ -1,15 +1,21 @@
-"""Stacks of a rank's threads, written when its agent asks, without a signal that its program may use.
+"""Stacks of a rank's threads, without a signal that its program may use.
 
-A rank that no longer runs Python (C code that holds the interpreter's lock) is asked by a signal, which a C
-handler receives. No other rank gets this signal: a program may have replaced the handler with one in Python,
-which does not run in such a rank either.
+Ranks write them to their log directory when their agent reports a hang, and `thread_stacks` returns them for
+`tandem stacks`. A rank that no longer runs Python (C code that holds the interpreter's lock) is asked by a
+signal, which a C handler receives. No other rank gets this signal: a program may have replaced the handler
+with one in Python, which does not run in such a rank either.
 """
 
 import faulthandler
 import logging
+import re
 import signal
+import sys
+import threading
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
+from types import FrameType
+from typing import IO, Any
 
 from tandem import layout
 from tandem.rotation import LOG_BYTES, put_aside
@@ -18,7 +24,14 @@ log = logging.getLogger("tandem.run")
 
 LAST_RESORT = signal.SIGRTMAX - 7
 """Not known to be used by anything else; glibc reserves the first two real-time signals."""
+MOST_FRAMES = 200
+"""Frames of a thread that are reported, from the innermost on; a recursion may have thousands."""
+STARTED_BY_TANDEM = ("/tandem/launch/workers.py", "/tandem/script/execute.py")
+"""Files whose frames call the program; they and the frames further out are the same in every rank."""
 _file: IO[str] | None = None
+
+Frame = tuple[str, int, str]
+"""File, line and function."""
 
 
 def stacks_file(directory: Path, rank: int) -> Path:
@@ -41,3 +54,60 @@ def keep_stacks(directory: Path, rank: int) -> None:
 def write_stacks() -> None:
     if _file is not None:
         faulthandler.dump_traceback(file=_file, all_threads=True)
+
+
+def thread_stacks() -> list[dict[str, Any]]:
+    """Return the stacks of this process's threads except the caller's, the main thread's first.
+
+    A row has `thread` (its name) and `frames`, the innermost first. Source lines are not read, because the
+    volume they are on may hang.
+    """
+    names = {each.ident: each.name for each in threading.enumerate()}
+    main = threading.main_thread().ident
+    found = sys._current_frames()
+    rows = []
+    for ident in sorted(found, key=lambda each: each != main):
+        if ident != threading.get_ident():
+            rows.append({"thread": names.get(ident, f"thread {ident}"), "frames": _frames(found[ident])})
+    return rows
+
+
+def _frames(frame: FrameType | None) -> list[Frame]:
+    frames: list[Frame] = []
+    while frame is not None and len(frames) < MOST_FRAMES:
+        code = frame.f_code
+        if frames and code.co_filename.endswith(STARTED_BY_TANDEM):
+            break
+        frames.append((code.co_filename, frame.f_lineno or 0, code.co_qualname))
+        frame = frame.f_back
+    return frames
+
+
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)(?: \[(.*)\])? \(most recent call first\):$")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+
+
+def parse_dump(text: str) -> list[dict[str, Any]]:
+    """Return the last dump in `text`, which faulthandler wrote, as `thread_stacks` does.
+
+    faulthandler writes the newest thread first, so the main thread is the last one.
+    """
+    rows: list[dict[str, Any]] = []
+    for line in text.splitlines():
+        if match := _THREAD.match(line):
+            rows.append({"thread": match[2] or f"thread 0x{match[1]}", "frames": []})
+        elif rows and (match := _FRAME.match(line)):
+            frames = rows[-1]["frames"]
+            is_ours = frames and match[1].endswith(STARTED_BY_TANDEM)
+            # Everything further out of the program's own frames is tandem's.
+            rows[-1]["ended"] = rows[-1].get("ended", False) or is_ours
+            if not rows[-1]["ended"]:
+                frames.append((match[1], int(match[2]), match[3]))
+    if rows:
+        rows.insert(0, {**rows.pop(), "thread": "MainThread"})
+    return [{"thread": row["thread"], "frames": row["frames"]} for row in rows]
+
+
+def is_helper(row: Mapping[str, Any]) -> bool:
+    """Return True for a thread that tandem itself has started in a rank."""
+    return str(row["thread"]).startswith(("tandem-", "agent-lifeline"))

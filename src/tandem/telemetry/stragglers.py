@@ -154,6 +154,16 @@ def judge(ranks: Sequence[RankTimes]) -> Verdict:
     )
 
 
+def _series_of(ranks: Sequence[RankTimes]) -> list[Sample]:
+    # After an elastic restart, some ranks may be gone, or on another node.
+    samples = [metrics.RANK_COMPUTE_SECONDS.clear(), metrics.RANK_DATA_SECONDS.clear()]
+    for each in ranks:
+        where = {"rank": each.rank, "node": each.node}
+        samples.append(metrics.RANK_COMPUTE_SECONDS.set(each.own, **where))
+        samples.append(metrics.RANK_DATA_SECONDS.set(each.phase("data"), **where))
+    return samples
+
+
 def samples_of(ranks: Sequence[RankTimes], verdict: Verdict, named: Verdict | None) -> list[Sample]:
     """Return the metrics of an interval; series per rank only for up to MAX_RANK_SERIES ranks."""
     samples = [
@@ -161,16 +171,12 @@ def samples_of(ranks: Sequence[RankTimes], verdict: Verdict, named: Verdict | No
         metrics.RANK_COMPUTE_SECONDS_MEDIAN.set(verdict.median),
         metrics.RANK_COMPUTE_SECONDS_MAX.set(verdict.slowest),
         metrics.SLOWEST_RANK.set(verdict.rank),
+        metrics.TYPICAL_STEP_SECONDS.set(median_low(each.step for each in ranks)),
         # The series of an earlier straggler must vanish: absent means none.
         metrics.STRAGGLER_EXCESS_SECONDS.clear(),
     ]
     if len(ranks) <= MAX_RANK_SERIES:
-        # After an elastic restart, some ranks may be gone, or on another node.
-        samples += [metrics.RANK_COMPUTE_SECONDS.clear(), metrics.RANK_DATA_SECONDS.clear()]
-        for each in ranks:
-            where = {"rank": each.rank, "node": each.node}
-            samples.append(metrics.RANK_COMPUTE_SECONDS.set(each.own, **where))
-            samples.append(metrics.RANK_DATA_SECONDS.set(each.phase("data"), **where))
+        samples += _series_of(ranks)
     if named is not None:
         name = {"rank": named.rank, "node": named.node, "phase": named.phase}
         samples.append(metrics.STRAGGLER_EXCESS_SECONDS.set(named.excess, **name))

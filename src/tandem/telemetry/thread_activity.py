@@ -2,7 +2,7 @@
 
 Another thread observes it four times a second: its stack, its CPU time and that of this process, and the CPU
 time of child processes such as loaders. A thread that sleeps or waits for a lock or the network shows none of
-these; only the time limit then decides.
+these; only the time limit then decides. See docs/architecture.md#hangs.
 """
 
 import os

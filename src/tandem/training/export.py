@@ -12,21 +12,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as trees
 
-from tandem.checkpoint.state import deserialize, weights_sha256
+from tandem.checkpoint.state import weights_sha256
 from tandem.config import Settings
-from tandem.data.datasets import Datasets, one_line
+from tandem.data.datasets import Datasets
 from tandem.data.kinds import evaluation_batches
 from tandem.data.loader import batch_size_of
 from tandem.data.seeds import seed_model
-from tandem.errors import CheckpointError, ConfigError
+from tandem.distributed.dcp import write_dcp
+from tandem.errors import CheckpointError, ConfigError, UnloadableError
 from tandem.tasks.base import WholeTask, load_task
 from tandem.tasks.build import datasets_of, model_of
 from tandem.tasks.mistakes import kind, mistake
-from tandem.training.resume import check_model
+from tandem.text import one_line
+from tandem.training.shapes import check_model
 from tandem.training.train_state import recall
 from tandem.training.weights import Saved, saved_at, tensors_in
 
-SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt"}
+SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt", "dcp": ".dcp"}
 
 
 def export(source: str, kind: str, output: Path | None) -> str:
@@ -36,9 +38,12 @@ def export(source: str, kind: str, output: Path | None) -> str:
     the file already exists, or if safetensors is missing.
     """
     write = _writers()[kind]
-    saved = saved_at(source)
     try:
-        weights = tensors_in(deserialize(saved.raw))
+        saved = saved_at(source)
+    except UnloadableError as error:
+        raise ConfigError(str(error)) from error
+    try:
+        weights = tensors_in(saved.state)
     except CheckpointError as error:
         raise ConfigError(f"step {saved.step} in {saved.directory}: {error}") from error
     path = path_for(saved, SUFFIXES[kind], output)
@@ -47,7 +52,7 @@ def export(source: str, kind: str, output: Path | None) -> str:
     elements = sum(tensor.numel() for tensor in weights.values())
     return (
         f"{path}: step {saved.step:,}, {len(weights)} tensors, {elements:,} numbers, "
-        f"{path.stat().st_size:,} bytes; weights {digest[:12]}"
+        f"{_size(path):,} bytes; weights {digest[:12]}"
     )
 
 
@@ -76,7 +81,16 @@ Write = Callable[[dict[str, Tensor], Path, dict[str, str]], None]
 
 
 def _writers() -> dict[str, Write]:
-    return {"safetensors": _safetensors, "torch": lambda weights, path, _facts: torch.save(weights, path)}
+    return {
+        "safetensors": _safetensors,
+        "torch": lambda weights, path, _facts: torch.save(weights, path),
+        "dcp": lambda weights, path, _facts: write_dcp(weights, path),
+    }
+
+
+def _size(path: Path) -> int:
+    """Return the bytes of a file, or of the files in a directory."""
+    return sum(each.stat().st_size for each in ([path] if path.is_file() else path.iterdir()))
 
 
 def _safetensors(weights: dict[str, Tensor], path: Path, facts: dict[str, str]) -> None:
@@ -160,7 +174,7 @@ def export_model(
     saved = saved_at(source)
     settings = settings_of(saved)
     path = path_for(saved, "" if form == "hf" else f".{form}", output)
-    state = deserialize(saved.raw)
+    state = saved.state
     weights = tensors_in(state)
     data = settings.data
     task = WholeTask(load_task(settings.run.task, settings.run.task_fields, data.data_dir, data.download))

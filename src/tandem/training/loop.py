@@ -22,7 +22,7 @@ from tandem.training.saving import Saver
 from tandem.training.step import Proposal, Stepper
 
 # An event's position is its bit in the decisions that the ranks exchange.
-EVENTS = ("log", "eval", "save", "check", "snapshot")
+EVENTS = ("log", "eval", "save", "check", "snapshot", "replay")
 
 
 @dataclass
@@ -106,6 +106,7 @@ class LoopState:
     evaluate: Callable[[], dict[str, float]]
     ends: Callable[[int, Mapping[str, float]], bool]
     check_replicas: Callable[[int], None]
+    check_next_step: Callable[[], None]
     saver: Saver
     step: int
 
@@ -177,6 +178,8 @@ def after_step(t: LoopState, consensus: Consensus | None, rate: float, is_first:
     if "check" in due:
         # The check comes before any save, which would make diverged weights permanent.
         t.check_replicas(t.step)
+    if "replay" in due:
+        t.check_next_step()
     if "log" in due:
         t.recorder.log_interval(t.step, t.stepper.read(), t.world.gather_rows)
     if {"eval", "save"} <= due:

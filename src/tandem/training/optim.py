@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from tandem.config.slices import OptimizationConfig
-from tandem.data.datasets import one_line
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.strategy import Strategy
 from tandem.errors import ConfigError
@@ -21,6 +20,7 @@ from tandem.schedule import Cadence, learning_rate, scale_lr, scaling_of
 from tandem.tasks.base import WholeTask
 from tandem.tasks.build import optimizer_of, scheduler_of
 from tandem.tasks.mistakes import kind, mistake
+from tandem.text import one_line
 
 # The learning rate of each step according to the settings.
 

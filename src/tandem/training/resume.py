@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tandem.checkpoint.decision import ResumeDecision, nothing_valid, warn_damaged
+from tandem.checkpoint.manifest import is_sharded
+from tandem.checkpoint.node_memory import NodeMemory
+from tandem.checkpoint.sharded import read_state
 from tandem.checkpoint.snapshot import (
     OF,
     PER_RANK,
@@ -26,20 +28,19 @@ from tandem.checkpoint.snapshot import (
     skeleton_in,
     whole_slots,
 )
-from tandem.checkpoint.state import deserialize, deserialize_file, large_file_of, read_in_place, serialize
+from tandem.checkpoint.state import deserialize, serialize
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.slices import CheckpointConfig
 from tandem.data.fingerprint import changed, data_facts, reordered
 from tandem.data.sampler import GlobalOrder
-from tandem.distributed.group import Position, ProcessGroup
-from tandem.distributed.strategy import Strategy
+from tandem.distributed.group import ProcessGroup
+from tandem.distributed.position import Grant, Position
 from tandem.distributed.whole_state import broadcast_state
 from tandem.errors import ConfigError, CorruptCheckpointError, UnloadableError
 from tandem.log import counted
 from tandem.telemetry import metrics
 from tandem.telemetry.recorder import Recorder
-from tandem.training.buffers import adopt_buffers, is_lazy
-from tandem.training.optim import Schedule, check_groups
+from tandem.training.shards import ShardedReading, newest_of_all
 from tandem.training.weights import Initial, read_weights
 
 log = logging.getLogger("tandem.run")
@@ -48,10 +49,6 @@ COMPLETE = -1
 Redistribute = Callable[[list[dict[str, Any]], int, int], dict[str, Any]]
 """A function (per-rank states of the ranks that saved, this rank, ranks now) -> this rank's state by name."""
 NONE: Mapping[str, Tensor] = {}
-# torch stores the result of a module's get_extra_state() under this name.
-EXTRA = "_extra_state"
-KERNELS = ("fused", "foreach", "capturable")
-"""Entries of an optimizer's group that select a kernel and do not change the result."""
 
 
 @dataclass(frozen=True)
@@ -85,23 +82,26 @@ def begin(
     world: ProcessGroup,
     store: CheckpointStore,
     config: CheckpointConfig,
-    decision: ResumeDecision,
+    grant: Grant,
     recorder: Recorder,
     download: bool,
     homes: Mapping[str, Tensor] = NONE,
     own: Collection[str] = (),
     redistribute: Redistribute | None = None,
+    shards: ShardedReading | None = None,
 ) -> ResumePoint:
     """Find the newest state, or the weights to start from, and load it on all ranks.
 
     `homes`: the model's state_dict, into which tensors of a large state may be read directly. `own`: the
     names of what each rank keeps for itself. `redistribute` computes these for another number of ranks.
+    `shards`: each rank has its shard of the state.
     Raises ConfigError on all ranks if the checkpoint has other names, or comes from another number of ranks.
     """
     found = _Found(0)
-    position = world.position
-    slots = _own_slots(position) if own else {}
-    here = _NodeSnapshots.by(position, slots)
+    decision = grant.resume
+    local_rank = world.position.local_rank
+    slots = _own_slots(world.position, grant) if own or shards else {}
+    here = _NodeSnapshots.by(world.position.node_rank, grant.shared_memories, slots)
     there = [_NodeSnapshots(**told) for told in world.gather_json(here._asdict())]
     if world.is_first and decision.kind == "complete":
         found = _Found(COMPLETE)
@@ -109,14 +109,17 @@ def begin(
         store.open_for_writing()
         # The run restarts from another state, so snapshots that other nodes still have do not count.
         starts_over = config.resume == "never" or decision.moved_to is not None
-        best = None if starts_over and position.restart == 0 else _best(there, has_own=bool(own))
-        found = _newest(store, best, decision, recorder, homes)
+        newest = newest_of_all([each.own for each in there]) if shards else _best(there, has_own=bool(own))
+        best = None if starts_over and grant.restart == 0 else newest
+        found = _newest(store, best, decision, recorder, homes, shards)
+    if shards:
+        shards.end()
     parts: list[dict[str, Any]] = found.state.pop(PER_RANK, []) if found.state else []
     named = sorted({name for part in parts for name in part})
     step, holder, info, count, named, generation = world.broadcast_json(
         [found.step, found.holder, found.shared_info(), len(parts), named, secrets.randbits(62)]
     )
-    for region in (*position.shared_memories[position.local_rank :][:1], *position.own_memories):
+    for region in (*grant.shared_memories[local_rank:][:1], *grant.own_memories(local_rank)):
         forget_after(region, max(step, 0))
     if step == 0 and config.init_from is not None:
         weights = _weights(world, config.init_from, config.init_strict, download)
@@ -126,34 +129,28 @@ def begin(
     began = time.monotonic()
     state = found.state
     found = _Found(step)  # drops the reference to the state on rank 0
-    slot = own_slot = None
-    source = "checkpoint"
     # After a snapshot, each rank's own values are in its memory; a checkpoint's are on rank 0.
     if holder is not None:
-        state, slot = _from_memory(world, there, holder, step, homes)
-        source = "memory of this node" if slot is not None else f"memory of node {there[holder].node}"
-        if world.is_first:
-            where = "" if slot is not None else f" of node {there[holder].node}"
-            log.info("resuming from step %s (in-memory snapshot%s)", f"{step:,}", where)
-        own_slot = slots[step].number if own else None
-        own_state = read_slot(position.own_memories, step, slots[step].number).state[PER_RANK] if own else {}
+        own_slot = slots[step].number if own or shards else None
+        loaded = _from_memory(world, grant, there, holder, step, homes, own_slot, shards is not None)
     else:
-        state = broadcast_state(world, state, homes) if world.size > 1 else state
-        own_state = _own_state_of(world, parts, count, named, own, redistribute)
+        read = shards.state if shards else None
+        state = read or (broadcast_state(world, state, homes) if world.size > 1 else state)
+        loaded = _Loaded(state, _own_state_of(world, parts, count, named, own, redistribute))
     took = metrics.CHECKPOINT_LAST_LOAD_DURATION_SECONDS.set(time.monotonic() - began)
     recorder.samples(metrics.CHECKPOINT_LOADS.inc(), took)
     return ResumePoint(
         step,
-        state,
-        source,
+        loaded.state,
+        loaded.source,
         holder is not None,
-        slot,
+        loaded.slot,
         generation,
         scores=_numbers(info.get("eval", {})),
         ended_of=info.get("ended_of", 0),
         data=info.get("data", {}),
-        own=own_state,
-        own_slot=own_slot,
+        own=loaded.own,
+        own_slot=loaded.own_slot,
         owes_evaluation=bool(info.get("owes_evaluation", False)),
     )
 
@@ -170,14 +167,13 @@ class _NodeSnapshots(NamedTuple):
     own: dict[str, int]
 
     @classmethod
-    def by(cls, position: Position, own: Mapping[int, Slot]) -> "_NodeSnapshots":
-        """Return what this rank has."""
-        regions = position.shared_memories
+    def by(cls, node: int, regions: Sequence[NodeMemory], own: Mapping[int, Slot]) -> "_NodeSnapshots":
+        """Return what this rank has, in its node's shared `regions` and in its `own` one."""
         found = {
             str(step): [*slot, skeleton_digest(regions[0], slot.number)]
             for step, slot in whole_slots(regions).items()
         }
-        return cls(position.node_rank, found, {str(step): slot.generation for step, slot in own.items()})
+        return cls(node, found, {str(step): slot.generation for step, slot in own.items()})
 
     def has(self, step: int) -> tuple[int, str] | None:
         """Return what identifies the snapshot of `step`, or None if it is not here."""
@@ -199,15 +195,52 @@ def _best(there: Sequence[_NodeSnapshots], has_own: bool) -> tuple[int, int] | N
     return best
 
 
+class _Loaded(NamedTuple):
+    """A rank's state and its own values; see `ResumePoint`."""
+
+    state: dict[str, Any] | None
+    own: dict[str, Any]
+    source: str = "checkpoint"
+    slot: int | None = None
+    own_slot: int | None = None
+
+
 def _from_memory(
-    world: ProcessGroup, there: Sequence[_NodeSnapshots], holder: int, step: int, homes: Mapping[str, Tensor]
+    world: ProcessGroup,
+    grant: Grant,
+    there: Sequence[_NodeSnapshots],
+    holder: int,
+    step: int,
+    homes: Mapping[str, Tensor],
+    own_slot: int | None,
+    has_shards: bool,
+) -> _Loaded:
+    """Return the snapshot of `step`: from rank `holder`, or with `has_shards` from each rank's own memory."""
+    own = grant.own_memories(world.position.local_rank)
+    mine = {} if own_slot is None else read_slot(own, step, own_slot).state
+    shared = grant.shared_memories
+    state, slot = (mine, None) if has_shards else _shared_snapshot(world, shared, there, holder, step, homes)
+    node = None if has_shards or slot is not None else there[holder].node
+    if world.is_first:
+        where = "" if node is None else f" of node {node}"
+        log.info("resuming from step %s (in-memory snapshot%s)", f"{step:,}", where)
+    source = "memory of this node" if node is None else f"memory of node {node}"
+    return _Loaded(state, mine.get(PER_RANK, {}), source, slot, own_slot)
+
+
+def _shared_snapshot(
+    world: ProcessGroup,
+    regions: Sequence[NodeMemory],
+    there: Sequence[_NodeSnapshots],
+    holder: int,
+    step: int,
+    homes: Mapping[str, Tensor],
 ) -> tuple[dict[str, Any], int | None]:
     """Return the state of the snapshot that rank `holder` has, and the slot of this node that has it, if any.
 
     If all nodes have it, nothing is sent.
     """
     chosen = there[holder].has(step)
-    regions = world.position.shared_memories
     mine = there[world.rank]
     slot = int(mine.snapshots[str(step)][0]) if mine.has(step) == chosen else None
     if slot is not None and all(held.has(step) == chosen for held in there):
@@ -216,9 +249,9 @@ def _from_memory(
     return broadcast_state(world, state, homes, holder), slot
 
 
-def _own_slots(position: Position) -> dict[int, Slot]:
+def _own_slots(position: Position, grant: Grant) -> dict[int, Slot]:
     """Return {step: slot} of the snapshots of this rank's own values, if the number of ranks is the same."""
-    regions = position.own_memories
+    regions = grant.own_memories(position.local_rank)
     me = [position.rank, position.world_size]
     return {
         s: slot for s, slot in whole_slots(regions).items() if skeleton_in(regions[0], slot.number)[OF] == me
@@ -303,6 +336,7 @@ def _newest(
     decision: ResumeDecision,
     recorder: Recorder,
     homes: Mapping[str, Tensor] = NONE,
+    shards: ShardedReading | None = None,
 ) -> _Found:
     """Return what to resume from, which is the first of these that exists:
 
@@ -329,7 +363,9 @@ def _newest(
     found = None
     # Do not read a checkpoint that cannot be newer than the snapshot.
     if snapshot is None or snapshot[0] < max(store.steps(), default=0):
-        found = store.newest(lambda step: _read(store, step, homes), passed_over, on_unloadable=cannot_load)
+        found = store.newest(
+            lambda step: _read(store, step, homes, shards), passed_over, on_unloadable=cannot_load
+        )
     # The newest checkpoint may have been damaged, so the one that was found can be older than the snapshot.
     if snapshot is not None and (found is None or found[0] <= snapshot[0]):
         return _Found(snapshot[0], holder=snapshot[1])
@@ -338,7 +374,7 @@ def _newest(
     # Another run owns these, so damaged ones are passed over but not quarantined.
     for directory, step in decision.elsewhere:
         try:
-            return _read(CheckpointStore(directory), step, homes)
+            return _read(CheckpointStore(directory), step, homes, shards)
         except CorruptCheckpointError as error:
             passed_over(step, str(error))
         except UnloadableError as error:
@@ -354,13 +390,14 @@ def _newest(
     return _Found(0)
 
 
-def _read(store: CheckpointStore, step: int, homes: Mapping[str, Tensor]) -> _Found:
-    # A large state is used in place, because its bytes do not fit in memory next to its tensors.
-    if path := large_file_of(store, step):
-        state, info = read_in_place(store, step, path, lambda file: deserialize_file(file, homes))
+def _read(
+    store: CheckpointStore, step: int, homes: Mapping[str, Tensor], shards: ShardedReading | None
+) -> _Found:
+    info: Mapping[str, Any]
+    if shards and is_sharded(store.manifest(step)):
+        state, info = shards.read(store, step)
     else:
-        payload, info = store.read(step)
-        state = deserialize(payload)
+        state, info = read_state(store, step, homes)
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise UnloadableError("the checkpoint's state has no model")
     return _Found(step, state, info=info)
@@ -402,91 +439,3 @@ def check_data(
     if world.is_first:
         log.warning("resuming at step %s although %s, %s", f"{beginning.step:,}", problem, meaning)
     return now
-
-
-def load_state(
-    state: Mapping[str, Any],
-    strategy: Strategy,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    schedule: Schedule,
-    named: Mapping[str, Any],
-) -> None:
-    """Load a checkpoint's state. `named`: the optimizer's groups, from `groups_of`.
-
-    The optimizer's numbers (weight decay, momentum) come from the settings, which may have changed, unless
-    the task built the optimizer or has its own scheduler. Raises ConfigError for another model or other
-    groups; the checkpoint is left untouched.
-    """
-    theirs = state["model"]
-    # Buffers that a forward pass resized take the saved shape first, or they would be refused. No value is
-    # loaded before everything has been compared.
-    adopt_buffers(model, theirs)
-    check_shapes(model.state_dict(), theirs)
-    check_groups("optimizer", state["optimizer"], state.get("groups"), optimizer, named)
-    strategy.load_model(model, theirs)
-    # Loading replaces the values of the groups, which the settings may override below.
-    groups = [dict(group) for group in optimizer.param_groups]
-    strategy.load_optimizer(optimizer, state["optimizer"])
-    if schedule.is_by_settings:
-        for group, ours in zip(optimizer.param_groups, groups, strict=True):
-            group.update({name: value for name, value in ours.items() if name != "params"})
-    on_their_devices(optimizer, groups)
-    schedule.load(state["schedule"], int(state["step"]))
-
-
-def on_their_devices(optimizer: torch.optim.Optimizer, before: Sequence[Mapping[str, Any]]) -> None:
-    """Select this device's kernels, wherever the checkpoint comes from, and move step counters to match.
-
-    `before`: the groups as the optimizer was built. Adam counts steps on the host, but with fused or
-    capturable on its device; `load_state_dict` follows the saved state instead.
-    """
-    for group, ours in zip(optimizer.param_groups, before, strict=True):
-        group.update({name: ours[name] for name in KERNELS if name in ours})
-        on_device = group.get("fused") or group.get("capturable")
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    state[name] = _moved_like(parameter, name, value, bool(on_device))
-
-
-def _moved_like(
-    parameter: torch.Tensor, name: str, value: torch.Tensor, steps_on_device: bool
-) -> torch.Tensor:
-    """Return a tensor of an optimizer's state on the device and in the layout that its kernels expect."""
-    if name == "step":
-        return value.to(parameter.device, torch.float32) if steps_on_device else value
-    # A run with another --channels-last has saved its state with other strides.
-    if value.shape == parameter.shape and value.stride() != parameter.stride():
-        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
-    return value
-
-
-def check_shapes(model_state: Mapping[str, Any], saved_state: Mapping[str, Any]) -> None:
-    """Raise ConfigError naming the first tensor that differs between a model's state and a checkpoint's.
-
-    The result of a module's get_extra_state() may change its shape.
-    """
-    for name in sorted({*model_state, *saved_state}):
-        if name in saved_state and is_lazy(model_state.get(name)):
-            continue  # it gets its shape when it is loaded
-        here = tuple(getattr(model_state[name], "shape", ())) if name in model_state else "missing"
-        there = tuple(getattr(saved_state[name], "shape", ())) if name in saved_state else "missing"
-        is_extra = name.rpartition(".")[2] == EXTRA and name in model_state and name in saved_state
-        if here != there and not is_extra:
-            raise ConfigError(
-                f"the checkpoint is from a different model: {name} is {there} in it but {here} here; "
-                "use another --run-dir or --resume never"
-            )
-
-
-def check_model(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Call `check_shapes` with an error for verbs that build a task's model for a checkpoint."""
-    adopt_buffers(model, weights)
-    try:
-        check_shapes(model.state_dict(), weights)
-    except ConfigError as error:
-        raise ConfigError(
-            f"{str(error).partition(';')[0]}; use the task and fields it was trained with"
-        ) from error

@@ -1,22 +1,29 @@
 """Save a run while it trains: checkpoints on the volume, snapshots in the node's memory."""
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from tandem.checkpoint.retention import Retention
+from tandem.checkpoint.sharded_writer import ShardedWriter
 from tandem.checkpoint.snapshot import OF, PER_RANK, Snapshots
 from tandem.checkpoint.state import flatten
 from tandem.checkpoint.writer import FAILURES_ALLOWED, CheckpointWriter, PendingScores
 from tandem.config.slices import CheckpointConfig
 from tandem.distributed.group import ProcessGroup
+from tandem.distributed.notices import StoreNotices
+from tandem.distributed.peers import is_peer_loss
+from tandem.distributed.position import Grant
 from tandem.distributed.strategy import Strategy
 from tandem.distributed.whole_state import Rank0Values
 from tandem.errors import StoppedError
 from tandem.telemetry.recorder import Recorder
+from tandem.timeouts import SHARDS_LEFT_SECONDS
 from tandem.training.summary import RunInfo, manifest_info
 
 log = logging.getLogger("tandem.saving")
@@ -38,6 +45,10 @@ class CheckpointSource(Protocol):
         """Return the state by part, "model" first. Tensors are complete on rank 0. All ranks call this."""
         ...
 
+    def local_state(self) -> dict[str, Any]:
+        """Return the same, but of sharded tensors only this rank's part (`checkpoint/shards.py`)."""
+        ...
+
     def checkpoint_extras(self, recorder: Recorder, step: int) -> dict[str, Any]:
         """Return further parts for checkpoints only, complete on rank 0. All ranks call this."""
         ...
@@ -57,6 +68,7 @@ class Saver:
 
     `kept_slot` is the slot of this node that has the snapshot with which this generation began, and
     `own_slot` that of the snapshot of this rank's own values. `generation` is the generation's number.
+    `has_shards`: no rank has the whole state, so all of it is this rank's own.
     """
 
     def __init__(
@@ -65,9 +77,11 @@ class Saver:
         facts: RunInfo,
         source: CheckpointSource,
         recorder: Recorder,
+        grant: Grant,
         kept_slot: int | None,
         own_slot: int | None = None,
         generation: int = 0,
+        has_shards: bool = False,
     ) -> None:
         self._facts = facts
         self._source = source
@@ -76,7 +90,10 @@ class Saver:
         self.is_end = False
         """Whether the task ends the run at the step that is saved next."""
         self._is_cut_off = False
-        self._writer = CheckpointWriter(
+        world = facts.world
+        notices = StoreNotices(world.store) if has_shards else None
+        make = partial(ShardedWriter, world.rank, world.size, notices) if notices else CheckpointWriter
+        self._writer = make(
             facts.directory.checkpoints,
             Retention.of(config),
             FAILURES_ALLOWED,
@@ -85,20 +102,22 @@ class Saver:
             facts.directory.push,
         )
         position = facts.world.position
-        shared = position.shared_memories
+        shared = grant.shared_memories
         self._begun: int | None = None
         self._scores = PendingScores()
         nodes_here = max(1, position.ranks_on_host // position.local_world_size)
         local_rank = position.local_rank
+        shared = () if has_shards else shared
         self._snapshots = Snapshots(shared, local_rank, kept_slot, generation, nodes_here) if shared else None
-        own = position.own_memories if source.has_per_rank_state else ()
-        self._own = Snapshots(own, 0, own_slot, generation) if own else None
+        own = grant.own_memories(local_rank) if has_shards or source.has_per_rank_state else ()
+        self._has_shards = has_shards
+        self._own = Snapshots(own, 0, own_slot, generation, position.ranks_on_host) if own else None
         # With one node, the rank that has these values writes them.
-        self._from_rank_0 = Rank0Values(facts.world) if position.nodes > 1 else None
+        self._from_rank_0 = Rank0Values(facts.world) if position.nodes > 1 and not has_shards else None
         self._differs = self._from_rank_0 is not None and source.differs
 
     def save(self, step: int) -> None:
-        """Save on rank 0, or complete the save that was begun; the other ranks help to gather the state."""
+        """Save on rank 0, or complete the save that was begun; other ranks help, or write their shards."""
         if self._begun != step:
             self.begin(step)
         scores = self._recorder.scores_at(step)
@@ -111,10 +130,11 @@ class Saver:
         See `CheckpointWriter.save`. If the run fails before, `join_quietly` completes it without scores.
         """
         # Every rank takes part in gathering the state, so this is not under `if is_first`.
-        state = {**self._source.full_state(), **self._source.checkpoint_extras(self._recorder, step)}
+        state = self._source.local_state() if self._has_shards else self._source.full_state()
+        state = {**state, **self._source.checkpoint_extras(self._recorder, step)}
         self._begun = step
         self._scores = PendingScores()
-        if self._facts.world.is_first:
+        if self.writes:
             # The writer calls the lambda later, when `self._scores` may belong to the next save. That save
             # waits for this one, so they would wait for each other.
             scores = self._scores
@@ -129,6 +149,11 @@ class Saver:
         self._begun = None
 
     @property
+    def writes(self) -> bool:
+        """Whether this rank writes something of a checkpoint."""
+        return self._has_shards or self._facts.world.is_first
+
+    @property
     def begins_snapshots(self) -> bool:
         """Whether the next snapshot here allocates memory first."""
         here = [each for each in (self._snapshots, self._own) if each is not None]
@@ -139,18 +164,35 @@ class Saver:
 
         `has_lines`: rank 0 has written this step's lines to the journal.
         """
+        if self._has_shards:
+            # Also without memory, because all ranks may have to take part.
+            own = self._source.local_state()
+            with self._optional_snapshots():
+                self._keep(step, {**own, "step": step})
+            return
         if self._snapshots is None and self._own is None and self._from_rank_0 is None:
             return
         state = self._source.full_state()
         rank_0_indices = self._source.rank_0_indices(state)
         skeleton, tensors = flatten({**state, "step": step})
         is_right = self._receive(rank_0_indices, tensors, has_lines)
-        try:
+        with self._optional_snapshots():
             if self._own is not None:
-                of = [self._facts.world.rank, self._facts.world.size]
-                self._own.take(step, {PER_RANK: self._source.per_rank_state(), OF: of}, ())
+                self._keep(step, {PER_RANK: self._source.per_rank_state()})
             if self._snapshots is not None and is_right:
                 self._snapshots.take_flat(step, skeleton, tensors, rank_0_indices)
+
+    def _keep(self, step: int, own: Mapping[str, Any]) -> None:
+        """Take a snapshot of what only this rank has."""
+        if self._own is not None:
+            of = [self._facts.world.rank, self._facts.world.size]
+            self._own.take(step, {**own, OF: of}, ())
+
+    @contextmanager
+    def _optional_snapshots(self) -> Iterator[None]:
+        """Disable snapshots if there is no memory for them."""
+        try:
+            yield
         # Snapshots only shorten a restart, so a lack of memory must not end the run.
         except OSError as error:
             log.warning("in-memory snapshots are disabled, a restart resumes from a checkpoint: %s", error)
@@ -196,14 +238,16 @@ class Saver:
         elif self.last_step != step:
             raise StoppedError(f"stopped at step {step} without a checkpoint: {self._writer.problem}")
 
-    def join_quietly(self) -> None:
-        """Wait for a save in progress after the run has failed, whatever its outcome.
+    def join_quietly(self, error: BaseException | None = None) -> None:
+        """Wait for a save in progress after the run has failed (with `error`), whatever its outcome.
 
         A save that waits for its scores is completed without them; a run that resumes from it repeats the
         evaluation.
         """
         self._is_cut_off = self._begun is not None
         self._complete({})
+        is_alone = error is not None and is_peer_loss(error, self._facts.world.size)
+        self._writer.hurry(0.0 if is_alone else SHARDS_LEFT_SECONDS)
         self._writer.join_quietly()
 
     def __enter__(self) -> "Saver":
@@ -216,13 +260,14 @@ class Saver:
         if kind is None:
             self._writer.wait()
         else:
-            self.join_quietly()
+            self.join_quietly(error)
 
 
-def snapshot_every(text: str, world: ProcessGroup, strategy: Strategy) -> str:
+def snapshot_every(text: str, world: ProcessGroup, grant: Grant, strategy: Strategy) -> str:
     """Resolve `--snapshot-every auto`: every step for a copy within memory, every 5 s from a GPU."""
-    # With sharded state, no node has the whole state, so runs resume from checkpoints only.
-    if strategy.shards_state or not world.position.memories:
+    # No rank has the whole state of a gradient exchange that each rank remembers for itself.
+    is_divided = strategy.shards_state and not strategy.shards_parameters
+    if is_divided or not grant.memories:
         return "never"
     # A GPU's state crosses the bus for each snapshot, which would slow down every step.
     return text if text != "auto" else "1" if world.device.type == "cpu" else "5s"

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,11 +37,13 @@ from tandem.tasks.mistakes import (
 )
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Costs, DeviceMemory, Readings
+from tandem.telemetry.recorder import Recorder
 from tandem.training.buffers import buffers_kept
 from tandem.training.flops import convolves, flops_of, peak_flops
 from tandem.training.nonfinite import Guard, culprit
 from tandem.training.optim import Clipping, takes_closure, trained_by
 from tandem.training.precision import autocast
+from tandem.training.replay import ReplayCheck, check_possible
 
 SMALLEST_WEIGHT = 1e-12
 """A step in which nothing counts changes nothing, instead of dividing by zero."""
@@ -177,6 +180,9 @@ class Stepper:
         self.samples_of: Callable[[int], int] = lambda step: batch_size  # samples of all ranks in a step
         self.may_miss_ranks = False
         """Whether some rank may have no sample in a step, and then not call the loss."""
+        self.is_restarted = False
+        """Whether an agent has restarted this rank, and so may know the peak of its device."""
+        self.replay: ReplayCheck | None = None
         self.drops_gradients = False
         """Whether old gradients are dropped instead of zeroed.
 
@@ -192,6 +198,17 @@ class Stepper:
         if changed:  # to an optimizer with weight decay or momentum, a gradient of zero is one
             self._optimizer.zero_grad(set_to_none=True)
         return changed
+
+    def repeat_on_others(self, compute: ComputeConfig, recorder: Recorder) -> ReplayCheck:
+        """Check steps from here on, whenever the result's `check_next_step` was called before.
+
+        Raises ConfigError where the check cannot be right.
+        """
+        check_possible(compute, self._world, self._strategy, self._model, self.may_miss_ranks)
+        self.replay = ReplayCheck(
+            self._world, self._module, self._model, self._optimizer, self._seed, recorder
+        )
+        return self.replay
 
     def take_dry_step(self, micro_batches: Sequence[Any], step: int, known: Costs) -> Costs:
         """Wrap the model, and take one step that changes nothing before the first real one; return its costs.
@@ -224,7 +241,7 @@ class Stepper:
             with at(self._task.loss):
                 self._strategy.check_gradients()
         self._module.train()
-        is_told = self._world.position.restart > 0 and known.devices == self._world.size
+        is_told = self.is_restarted and known.devices == self._world.size
         device_flops = 0.0 if is_told else self._peak()
         # The time of this trial step, with its compilation, does not belong to the first real step.
         self.clock.pause()
@@ -285,7 +302,11 @@ class Stepper:
         self._recent.append((step, micro_batches))
         self._guard.begin_step()
         self._clipping.begin_step()
-        self._accumulate(micro_batches, step, proposal)
+        replay = self.replay if self.replay is not None and self.replay.is_due else None
+        self._accumulate(micro_batches, step, proposal, replay)
+        if replay is not None:
+            self.clock.enter("forward")
+            replay.compare(step, micro_batches[0], self._scale())
         self.clock.enter("optimizer")
         exchanged = self._strategy.exchange(self._guard.look())
         consensus = self._reader.read(step, exchanged)
@@ -344,7 +365,13 @@ class Stepper:
         """Return what the ranks agreed on in the last step on a GPU."""
         return self._reader.drain()
 
-    def _accumulate(self, micro_batches: Sequence[Any], step: int, proposal: Proposal) -> None:
+    def _accumulate(
+        self,
+        micro_batches: Sequence[Any],
+        step: int,
+        proposal: Proposal,
+        replay: ReplayCheck | None = None,
+    ) -> None:
         device = self._world.device
         # Here, not after the previous step, because its gradients could be inspected until now. With several
         # micro-batches the gradients are kept: the first one's new gradients would not be in DDP's buckets,
@@ -357,7 +384,7 @@ class Stepper:
             self._module.samples = (self._world.mean(weight) * self._world.size).clamp(min=SMALLEST_WEIGHT)
         # The scale is a separate factor, because only the loss is scaled, not the values that travel with it.
         # See docs/architecture.md#the-telemetry-parameter.
-        scale = self.scaler.scale(torch.ones((), device=device))  # 1 without fp16
+        scale = self._scale()
         so_far = torch.zeros(1 + 2 * len(self._module.names), device=device)
         last = len(micro_batches) - 1
         for micro_step, batch in enumerate(micro_batches):
@@ -368,11 +395,18 @@ class Stepper:
             self.clock.enter("forward")
             if self._has_graphs:  # CUDA graphs may overwrite the previous output
                 torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-            with self._strategy.micro_step(is_last=micro_step == last):
+            with (
+                replay.recording() if replay is not None and micro_step == 0 else nullcontext(),
+                self._strategy.micro_step(is_last=micro_step == last),
+            ):
                 scaled, numbers = self._strategy.forward(slots, batch, scale, so_far)
                 self.clock.enter_backward(scaled)
                 scaled.backward()  # type: ignore[no-untyped-call]
             so_far = so_far + numbers
+
+    def _scale(self) -> Tensor:
+        """Return fp16's loss scale as a scalar on the device; 1 without fp16."""
+        return self.scaler.scale(torch.ones((), device=self._world.device))
 
     def culprit(self, step: int) -> str | None:
         """Describe the first tensor that was not finite in `step`, a recent one. All ranks call this."""

@@ -37,7 +37,8 @@ class RunInfo:
     `settings` and `fingerprint` are stored in the manifest; `config_hash` is their digest. `started` is a
     time of time.monotonic(). The run resumes after `first_step` steps, from `resumed_from`. `shares`: samples
     of each rank in a batch; empty if equal. `data`: see `fingerprint.data_facts`. `micro_batch`: the
-    micro-batch size that replaces the setting, because larger ones ran out of memory.
+    micro-batch size that replaces the setting, because larger ones ran out of memory. `restart`: how often
+    the agent has restarted its ranks.
     """
 
     run: RunConfig
@@ -57,6 +58,7 @@ class RunInfo:
     shares: tuple[int, ...] = ()
     data: Mapping[str, object] = field(default_factory=dict)
     micro_batch: int | None = None
+    restart: int = 0
 
 
 def identity(facts: RunInfo, save_steps: int | None) -> list[Sample]:
@@ -149,7 +151,7 @@ def write_summary(
         "wall_seconds": round(time.monotonic() - facts.started, 3),
         "weights_sha256": digest,
         **used,
-        "restarts": max(position.restart, restarts.total),
+        "restarts": max(facts.restart, restarts.total),
         "planned_stops": restarts.planned_stops,
         "resumed_from_step": facts.first_step or None,
         "last_checkpoint_step": saved_step,
@@ -240,6 +242,11 @@ def open_displays(
     _log_derived_numbers(facts, model)
 
 
+def _batch_of(facts: RunInfo) -> str:
+    parts = "" if facts.micro_batch is None else f" in micro-batches of {facts.micro_batch}"
+    return f"{facts.batch_size:,}{parts}"
+
+
 def _log_derived_numbers(facts: RunInfo, model: nn.Module) -> None:
     world = facts.world
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -252,8 +259,7 @@ def _log_derived_numbers(facts: RunInfo, model: nn.Module) -> None:
         counted(world.position.nodes, "node"),
         world.device.type,
         ":".join(map(str, facts.shares)) or f"{facts.batch_size / world.size:g}",
-        f"{facts.batch_size:,}"
-        + (f" in micro-batches of {facts.micro_batch}" if facts.micro_batch is not None else ""),
+        _batch_of(facts),
         facts.precision,
         counted(facts.threads, "thread"),
     )

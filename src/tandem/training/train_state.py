@@ -23,10 +23,11 @@ from tandem.telemetry.clock import Clock
 from tandem.telemetry.recorder import Recorder
 from tandem.torch_private import compile_deterministically
 from tandem.training.buffers import has_saved_buffers, materialize
+from tandem.training.loading import load_state
 from tandem.training.nonfinite import Policy
 from tandem.training.optim import Schedule, build_optimizer, groups_of
 from tandem.training.precision import lay_out
-from tandem.training.resume import ResumePoint, load_state
+from tandem.training.resume import ResumePoint
 from tandem.training.step import Stepper
 
 log = logging.getLogger("tandem.run")
@@ -191,6 +192,9 @@ class TrainState:
     def _log_choices(self, workers: object, chosen: Collection[str]) -> None:
         if workers == "auto":
             log.info("--workers auto: %s", self._loading())
+        text, is_warning = self.order.describe()
+        if text:
+            log.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
         log.info("%s", self.schedule.describe())
         if unread := self.schedule.without_effect(chosen):
             log.warning("%s", unread)
@@ -211,8 +215,12 @@ class TrainState:
             self._reader.check_shares()
             if beginning.weights is not None:
                 beginning.weights.load(self.strategy, self.model)
-            return
+        else:
+            self._load(saved, beginning.scores)
+
+    def _load(self, saved: dict[str, Any], scores: Mapping[str, float]) -> None:
         ours = groups_of(self._optimizer, self.model.named_parameters())
+        saved = self.strategy.with_shards(saved)  # from a snapshot; a checkpoint has whole tensors
         load_state(saved, self.strategy, self.model, self._optimizer, self.schedule, ours)
         self.data.load(saved.get("data", {}))
         self.recorder.load(saved.get("log", {}))
@@ -220,7 +228,7 @@ class TrainState:
         self.strategy.load_exchange(saved.get("exchange", {}))
         if "scaler" in saved:
             self.stepper.scaler.load_state_dict(saved["scaler"])
-        self.memory.load(saved, beginning.scores)
+        self.memory.load(saved, scores)
         self.task.after_resume(self.model)
 
     def full_state(self) -> dict[str, Any]:
@@ -228,6 +236,11 @@ class TrainState:
         sharded = {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
         state = self.strategy.gather_full(sharded)
         return {**state, **self._remaining_state()}
+
+    def local_state(self) -> dict[str, Any]:
+        """See `CheckpointSource`."""
+        sharded = {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        return {**self.strategy.local_state(sharded), **self._remaining_state()}
 
     def check_state(self) -> None:
         """Raise ConfigError, before the first step, for state that a checkpoint cannot contain."""

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from tandem import layout
 from tandem.checkpoint.decision import locate, warn_damaged
+from tandem.checkpoint.sharded import read_state
 from tandem.checkpoint.state import deserialize, serialize
-from tandem.data.datasets import one_line, torchvision_for
+from tandem.data.datasets import torchvision_for
 from tandem.distributed.strategy import Strategy
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import CheckpointError, ConfigError, UnloadableError
 from tandem.paths import exists, is_file
-from tandem.text import did_you_mean, nearest
+from tandem.text import did_you_mean, nearest, one_line
 
 log = logging.getLogger("tandem.run")
 
@@ -38,21 +39,27 @@ VALID = (
 SHOWN = 4
 
 
-def read_weights(source: PurePath, download: bool) -> bytes:
-    """Return the tensors by name that `source` refers to, serialized. Raises ConfigError."""
+def _found(source: PurePath, download: bool) -> PurePath:
+    """Return the path that `source` refers to, after a download if it names torchvision's weights."""
     named = NAMED_WEIGHTS.fullmatch(str(source))
     # A file of that name wins over torchvision's weights.
     if named is not None and not (isinstance(source, Path) and exists(source)):
-        source = _torchvision_file(named[2], download)
+        return _torchvision_file(named[2], download)
     # No file has the name PATH@STEP, which `locate` reads.
-    elif isinstance(source, Path) and not exists(source) and "@" not in source.name:
+    if isinstance(source, Path) and not exists(source) and "@" not in source.name:
         raise ConfigError(
             f"--init-from: {source} does not exist (looked from {Path.cwd()}); expected {VALID}"
         )
+    return source
+
+
+def read_weights(source: PurePath, download: bool) -> bytes:
+    """Return the tensors by name that `source` refers to, serialized. Raises ConfigError."""
+    source = _found(source, download)
     try:
         if isinstance(source, Path) and is_file(source):
             return serialize(tensors_in(_state_in(source)))
-        return serialize(tensors_in(deserialize(saved_at(str(source)).raw)))
+        return serialize(tensors_in(saved_at(str(source)).state))
     except CheckpointError as error:
         raise ConfigError(
             f"--init-from {source}: {error}; save only the weights: torch.save(model.state_dict(), FILE)"
@@ -82,11 +89,11 @@ def _state_in(path: Path) -> Mapping[str, Any]:
 
 
 class Saved(NamedTuple):
-    """A valid checkpoint in `directory`: the bytes of its state, and the content of its manifest."""
+    """A valid checkpoint in `directory`: its whole state, and the content of its manifest."""
 
     directory: PurePath
     step: int
-    raw: bytes
+    state: dict[str, Any]
     info: Mapping[str, Any]
 
     @property
@@ -103,10 +110,17 @@ class Saved(NamedTuple):
 def saved_at(source: str) -> Saved:
     """Return the newest valid checkpoint at `source`, or the step that it names. Raises ConfigError."""
     store, step = locate(source)
+
+    def read(step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        try:
+            return read_state(store, step)
+        except UnloadableError as error:
+            raise UnloadableError(f"step {step} in {store.directory}: {error}") from error
+
     if step is not None:
-        return Saved(store.directory, step, *store.read(step))
+        return Saved(store.directory, step, *read(step))
     # Reading weights must not change a run, which may still train.
-    found = store.newest(store.read, warn_damaged, quarantine=False)
+    found = store.newest(read, warn_damaged, quarantine=False)
     if found is None:
         raise ConfigError(f"{store.directory} contains no valid checkpoint")
     return Saved(store.directory, found[0], *found[1])

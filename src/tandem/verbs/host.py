@@ -1,10 +1,11 @@
-"""The verbs for this machine: its settings, its problems, the health of its run, and its containers.
+"""The verbs for this machine: its settings, its problems, the health of its run, containers and data.
 
 Like `cli`, which collects the verbs, this module imports what it needs when a verb is called.
 """
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.errors import FAILED, FINISHED
@@ -94,6 +95,37 @@ def _cluster_options(parser: "Parser") -> None:
     add_options(parser)
 
 
+def index(options: "Namespace", environ: Environment) -> int:
+    """Write the index of tar shards that `tandem.data.tar_blocks` reads."""
+    from tandem.data.tar_index import index_shards
+
+    blocks = index_shards(options.shards, options.output, options.block_bytes)
+    samples = sum(block.samples for block in blocks)
+    size = sum(block.length for block in blocks)
+    print(
+        f"{options.output}: {len(options.shards):,} shards, {len(blocks):,} blocks, {samples:,} samples, "
+        f"{size / 1e6:,.1f} MB"
+    )
+    return FINISHED
+
+
+def _index_options(parser: "Parser") -> None:
+    from tandem.config import Count
+    from tandem.data.tar_index import BLOCK_BYTES, BLOCK_SAMPLES
+
+    text = "tar files of WebDataset: paths, or addresses with http://, https:// or s3://"
+    parser.add_argument("shards", nargs="+", metavar="SHARD", help=text)
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("index.jsonl"),
+        metavar="FILE",
+        help="file to write; default: index.jsonl",
+    )
+    text = f"end a block at the sample that reaches so many bytes, or at {BLOCK_SAMPLES} samples"
+    parser.option("--block-bytes", Count, text, BLOCK_BYTES)
+
+
 VERBS: Mapping[str, Verb] = {
     "cluster": Verb(
         cluster,
@@ -116,5 +148,12 @@ VERBS: Mapping[str, Verb] = {
     ),
     "health": Verb(
         health, "[RUN_DIR] [--json]", "check whether a run makes progress", _health_options, False
+    ),
+    "index": Verb(
+        index,
+        "SHARD... [--output FILE] [--block-bytes N]",
+        "index tar shards, for data on object stores",
+        _index_options,
+        takes_settings=False,
     ),
 }

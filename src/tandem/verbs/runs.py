@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from tandem.config import Parser, Settings
     from tandem.training.weights import Saved
 
-FORMATS = ("safetensors", "torch", "onnx", "hf")
+FORMATS = ("safetensors", "torch", "dcp", "onnx", "hf")
 LONGEST_LINE = 400
-OF_WEIGHTS = FORMATS[:2]
+OF_WEIGHTS = FORMATS[:3]
 """Formats that contain tensors by name. The others contain the model, which its task builds."""
 
 
@@ -298,7 +298,9 @@ def export_options(parser: "Parser") -> None:
     parser.add_argument("source", metavar="RUN", help="a run, or one of its checkpoints as RUN@STEP")
     text = "default safetensors; onnx and hf (save_pretrained) export the model, built by its task"
     parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help=text)
-    help_text = "output file (directory for hf); default RUN-step-STEP with the extension of the format"
+    help_text = (
+        "output file (directory for hf and dcp); default RUN-step-STEP with the extension of the format"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help=help_text)
 
 

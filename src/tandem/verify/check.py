@@ -206,6 +206,8 @@ def facts_of_ranks(settings: Settings, environ: Mapping[str, str], folder: Path)
     given = folder / "settings.json"
     given.write_text(json.dumps(settings.to_dict()))
     command = [sys.executable, "-m", "tandem.verify.probe", str(given)]
+    # Gloo would otherwise look up the host's name, which may not resolve. No run uses a GPU.
+    environment = safe_path({**environ, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""})
     # Files, because a rank that fills a pipe while another one's is read waits, and so does the other one.
     outputs = [folder / f"rank-{rank}.out" for rank in range(RANKS)]
     with ExitStack() as opened:
@@ -215,8 +217,7 @@ def facts_of_ranks(settings: Settings, environ: Mapping[str, str], folder: Path)
                 stdin=subprocess.DEVNULL,
                 stdout=opened.enter_context(output.open("w")),
                 stderr=opened.enter_context(output.with_suffix(".err").open("w")),
-                # Gloo would otherwise look up the host's name, which may not resolve. No run uses a GPU.
-                env=safe_path({**environ, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}),
+                env=environment,
                 preexec_fn=stop_with_parent,
             )
             for rank, output in enumerate(outputs)

@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from tandem import __version__
 from tandem.config import Settings
+from tandem.data.block_cache import LOCKS
+from tandem.data.tar_shards import default_folder
 from tandem.distributed.devices import DRIVER_FILE, driver_version, why_no_gpu
 from tandem.errors import TandemError
 from tandem.launch.connectivity import ConnectivityProblem, clock, interfaces, names, others, world_size
@@ -98,6 +100,7 @@ def _lines(settings: Settings, environ: Environment) -> Iterator[tuple[str, str]
     yield "/dev/shm", _space(Path("/dev/shm"))
     yield "run dir", _space(RunDir(run_dir).folder) if run_dir else "runs/TASK-TIME, created at the start"
     yield "data", _space(settings.data.data_dir)
+    yield "blocks", _tried(lambda: _blocks(default_folder()))
     yield (
         "placement",
         _tried(lambda: str(detect(of_this_process(environ), socket.gethostname(), settings.launch))),
@@ -148,6 +151,15 @@ def _space(folder: Path) -> str:
     usage = shutil.disk_usage(there)
     may = "writable" if os.access(there, os.W_OK) else f"NOT writable for user {os.getuid()}"
     return f"{folder}: {may}, {usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free"
+
+
+def _blocks(folder: Path) -> str:
+    """Return what the block cache of this user contains, if it is where `tar_blocks` puts it by default."""
+    if not folder.is_dir():
+        return f"{_space(folder)}, no block cache"
+    files = [each for each in os.scandir(folder) if each.name != LOCKS]
+    size = sum(each.stat().st_size for each in files)
+    return f"{_space(folder)}, {len(files)} blocks with {size / GIB:.1f} GiB"
 
 
 def _tried(check: Callable[[], str]) -> str:

@@ -19,7 +19,7 @@ from tandem.distributed.devices import DRIVER_FILE, why_no_gpu, why_refused
 from tandem.launch.connectivity import ConnectivityProblem
 from tandem.log import counted
 from tandem.run.directory import RunDir
-from tandem.text import format_duration
+from tandem.text import first_line, format_duration
 from tandem.timeouts import CLOCK_SKEW_SECONDS, LEAVE_SECONDS, TOOL_ANSWER_SECONDS
 
 # Check the container runtimes of Slurm jobs: Apptainer or Singularity, and Pyxis with Enroot.
@@ -310,7 +310,7 @@ def refused(count: int) -> str:
     try:
         return why_refused([torch.device("cuda", index) for index in range(count)])
     except RuntimeError as error:  # a new process may fix it
-        return str(error).splitlines()[0]
+        return first_line(error)
 
 
 def _number(line: dict[str, object], key: str) -> float:

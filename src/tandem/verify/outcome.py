@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tandem import layout
-from tandem.checkpoint.state import deserialize
+from tandem.checkpoint.sharded import read_state
 from tandem.run.directory import RunDir
 
 NUMBERS = (
@@ -48,7 +48,7 @@ class Outcome:
         """Read the outcome of a finished run. Raises CheckpointError for a state that cannot be read."""
         summary = json.loads((run_dir / layout.SUMMARY).read_text())
         step = int(summary["global_step"])
-        state = deserialize(RunDir(run_dir).checkpoints.read(step)[0])
+        state = read_state(RunDir(run_dir).checkpoints, step)[0]
         rest = {name: part for name, part in state.items() if name not in NOT_STATE}
         lines = [json.loads(line) for line in (run_dir / layout.METRICS).read_text().splitlines()]
         losses = [{name: line[name] for name in NUMBERS if name in line} for line in lines]

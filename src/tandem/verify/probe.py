@@ -20,7 +20,8 @@ from tandem.data.fetch import WithStepContext
 from tandem.data.kinds import can_be_read_again, training_data
 from tandem.data.seeds import seed_micro_step, seed_model
 from tandem.data.source import BatchReader
-from tandem.distributed.group import CollectiveObserver, Position, ProcessGroup
+from tandem.distributed.group import CollectiveObserver, ProcessGroup
+from tandem.distributed.position import Connection, Position
 from tandem.tasks.base import WholeTask, load_task
 from tandem.tasks.build import datasets_of, model_of, order_of
 from tandem.tasks.mistakes import kind, line_of, loss_and_sums
@@ -48,9 +49,10 @@ class ProbeResults(NamedTuple):
     """Where the task's model is built, for findings without their own location."""
 
 
-def facts_of(settings: Settings, position: Position) -> ProbeResults:
+def facts_of(settings: Settings, position: Position, connection: Connection) -> ProbeResults:
     """Create everything twice and compute digests. Raises TandemError like training."""
-    world = ProcessGroup.open(position, torch.device("cpu"), settings.reliability.phase_timeout)
+    limit = settings.reliability.phase_timeout
+    world = ProcessGroup.open(position, connection, torch.device("cpu"), limit)
     try:
         return _facts_in(world, settings)
     finally:
@@ -135,8 +137,9 @@ def samples_at(made: object, task: WholeTask, dataset: Any) -> str:
 
 if __name__ == "__main__":
     settings_text, rank, ranks, meeting = sys.argv[1:]
-    where = Position(
-        int(rank), int(rank), int(ranks), local_world_size=int(ranks), ranks_on_host=int(ranks), init=meeting
+    position = Position(
+        int(rank), int(rank), int(ranks), local_world_size=int(ranks), ranks_on_host=int(ranks)
     )
-    told = facts_of(Settings.from_dict(json.loads(Path(settings_text).read_text())), where)
+    settings = Settings.from_dict(json.loads(Path(settings_text).read_text()))
+    told = facts_of(settings, position, Connection(init=meeting))
     print(json.dumps(told), flush=True)

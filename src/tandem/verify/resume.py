@@ -250,8 +250,10 @@ class Runner:
             "--progress": "off",
             "--log-format": "text",
         }
+        return WatchedRun(self._command(flags), self._environ, run_dir)
+
+    def _command(self, flags: Mapping[str, object]) -> list[str]:
         own = [str(word) for pair in flags.items() for word in pair]
         words = self._script.words() if self._script is not None else []
         # The trial's flags come last, because the last of two equal flags counts.
-        command = [sys.executable, "-m", "tandem", "launch", *self._arguments, *own, *words]
-        return WatchedRun(command, self._environ, run_dir)
+        return [sys.executable, "-m", "tandem", "launch", *self._arguments, *own, *words]

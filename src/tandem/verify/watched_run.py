@@ -39,7 +39,8 @@ class WatchedRun:
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], run_dir: Path) -> None:
         self._command = command
-        self._environ = environ
+        # A run that is killed on purpose is no news; the variable wins over a line of .env.
+        self._environ = {**environ, "TANDEM_NOTIFY": "none"}
         self._run_dir = run_dir
         self._output = run_dir.with_suffix(".log")
         self._generations = 0  # number of generations killed so far
@@ -66,11 +67,7 @@ class WatchedRun:
         if kill.rank is None:
             self._kill_all()
         else:
-            victim = rank_processes(process.pid).get(kill.rank)
-            # The rank ended by itself after the last look.
-            if victim is None:
-                raise EndedFirstError
-            os.kill(victim, signal.SIGKILL)
+            _kill_rank(process.pid, kill.rank)
         # Read again: the run finished more steps before the signal arrived.
         return self._logged_step()
 
@@ -172,3 +169,12 @@ def rank_processes(launch: int) -> dict[int, int]:
     named = [each for each in below(launch) if each.name.startswith("tandem-rank-")]
     ranks = {each.pid for each in named}
     return {int(each.name.rpartition("-")[2]): each.pid for each in named if each.parent not in ranks}
+
+
+def _kill_rank(launch: int, rank: int) -> None:
+    """Kill a rank of the launch with this process ID."""
+    victim = rank_processes(launch).get(rank)
+    # The rank ended by itself after the last look.
+    if victim is None:
+        raise EndedFirstError
+    os.kill(victim, signal.SIGKILL)

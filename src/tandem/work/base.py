@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tandem.checkpoint.decision import ResumeDecision
-from tandem.distributed.position import Position
+from tandem.distributed.position import Grant, Position, RankStart
 from tandem.errors import FINISHED, PEER_LOST, STOPPED, RunFailedError, is_own, shell_code, was_killed
 from tandem.log import printable
 from tandem.platforms.placement import Placement
@@ -179,13 +179,15 @@ class GenerationEnd:
     `codes` are the ranks' exit codes by local rank, None for a rank that runs; `now` returns those of this
     moment. `blamed` waits a little for the rank that made the others fail, and returns all failures.
     `is_forwarded`: the agent has forwarded a stop. `last_words` is what the first failed rank has reported.
-    `store` is the agents' store.
+    `store` is the agents' store, in which the generation's keys begin with `prefix`.
     """
 
     codes: Mapping[int, int | None]
     now: Callable[[], Mapping[int, int | None]]
     blamed: Callable[[], dict[int, int]]
     positions: Mapping[int, Position]
+    prefix: str
+    grant: Grant
     nodes: int
     stop: StopFlag
     is_forwarded: bool
@@ -193,16 +195,24 @@ class GenerationEnd:
     store: Any
 
 
+RankFunction = Callable[[Any, RankStart], int]
+"""(job, what the rank gets when it starts) -> exit code."""
+WarmUp = Callable[[Any, RankStart | None], None]
+"""(job, what the rank will most likely get, if known) -> None."""
+
+
 class Workload(Protocol):
     """What a node's ranks run.
 
-    `rank_entry` and `warm_up` are "module:name"; both receive `job`. The fork server imports `preload` before
-    it forks the first rank. `words` names the workload on the command line of a simulated node.
+    `rank_entry` is what a rank runs and `warm_up` what its standby process runs before; both receive `job`.
+    The agent imports neither the ranks' code nor what it needs: both functions do that in the rank's process.
+    The fork server imports `preload` before it forks the first rank. `words` names the workload on the
+    command line of a simulated node.
     `standby_key` maps a rank's position to the key of its standby processes (see `Workers`).
     """
 
-    rank_entry: str
-    warm_up: str
+    rank_entry: RankFunction
+    warm_up: WarmUp
     job: Any
     preload: Sequence[str]
     words: Sequence[str]
@@ -248,15 +258,17 @@ class Workload(Protocol):
         """Return what node 0 prints last about a run that ended with `code`; "" if the ranks have said it."""
 
 
-def rank_identity(position: Any) -> tuple[int, ...] | None:
+def rank_identity(position: Position | None) -> tuple[int, ...] | None:
     """Return what a script may read about its rank when it is imported: a standby key for scripts."""
-    return position and (position.rank, position.local_rank, position.world_size, position.nodes)
+    if position is None:
+        return None
+    return position.rank, position.local_rank, position.world_size, position.nodes
 
 
-def gpu_index(position: Any) -> int | None:
+def gpu_index(position: Position | None) -> int | None:
     """Return the number of a rank's GPU: a standby key for processes with an open CUDA context."""
-    return position and int(position.local_rank)
+    return None if position is None else position.local_rank
 
 
-def any_rank(_position: Any) -> None:
+def any_rank(_position: Position | None) -> None:
     """Return the same key for every rank: a standby process may then become any rank."""

@@ -9,11 +9,12 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 from tandem import running_clock
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.config import SETTINGS, Settings
-from tandem.distributed.position import Position
+from tandem.distributed.position import RankStart
 from tandem.errors import (
     FAILED,
     FINISHED,
@@ -37,6 +38,8 @@ from tandem.work.base import (
     TRAINED,
     Cause,
     GenerationEnd,
+    RankFunction,
+    WarmUp,
     choose_cause,
     failures,
     is_of_tandem,
@@ -45,6 +48,20 @@ from tandem.work.base import (
 )
 
 log = logging.getLogger("tandem.launch")
+
+
+def run_rank(job: Job, start: RankStart) -> NoReturn:
+    """Become the rank of a program that `start` describes, in a process of its own."""
+    from tandem.script import rank
+
+    rank.run_rank(job, start)
+
+
+def warm_up(job: Job, expected: RankStart | None) -> None:
+    """Prepare a process that may become a rank."""
+    from tandem.script import rank
+
+    rank.warm_up(job, expected)
 
 
 class ProgramWork:
@@ -58,8 +75,6 @@ class ProgramWork:
     has_own_store = True
     logs_errors = False
     charges_all = True
-    rank_entry = "tandem.script.rank:run_rank"
-    warm_up = "tandem.script.rank:warm_up"
     standby_key: Callable[..., object] = staticmethod(rank_identity)
 
     def __init__(
@@ -75,6 +90,8 @@ class ProgramWork:
         self._name = settings.run.task
         self._run = run
         self._launch = settings.launch
+        self.rank_entry: RankFunction = run_rank
+        self.warm_up: WarmUp = warm_up
         self.job = job_of(program, run, settings, chosen)
         self.words: Sequence[str] = program.words()
         # For a new interpreter the fork server imports only what starts it, because exec drops the modules.
@@ -116,7 +133,7 @@ class ProgramWork:
         if end.stop and code == PEER_LOST and STOPPED in end.now().values():
             return STOPPED, None  # it lost the rank that handled the signal first
         position = end.positions[local_rank]
-        words = last_words(error_file(position), self._run.rank_log(position.rank))
+        words = last_words(error_file(end.grant, position.rank), self._run.rank_log(position.rank))
         # A rank that could not save before it stopped exits with 137, but has not been killed.
         if was_killed(code) and not (words and is_of_tandem(words[-1])):
             # The last output of a killed rank does not explain the kill.
@@ -125,7 +142,7 @@ class ProgramWork:
         if end.nodes > 1 and not end.stop:
             # Without the store, this node's own cause is the best that is known.
             with contextlib.suppress(RuntimeError):
-                end.store.set(_ended_key(position), cause.to_json())
+                end.store.set(_ended_key(end, position.node_rank), cause.to_json())
                 # A rank that was killed here is the cause. A failed one may only be the consequence of a kill
                 # elsewhere.
                 cause = cause if was_killed(code) else _explained_elsewhere(end, cause)
@@ -171,26 +188,28 @@ def _explained_elsewhere(end: GenerationEnd, ours: Cause) -> Cause:
     """
     position = end.positions[0]
     found = ours
-    others = [replace(position, node_rank=node) for node in range(position.nodes)]
-    keys = [_ended_key(each) for each in others if each.node_rank != position.node_rank]
+    keys = [_ended_key(end, node) for node in range(position.nodes) if node != position.node_rank]
     deadline = running_clock.now() + OTHERS_SECONDS
     while running_clock.now() < deadline:
         for key in [key for key in keys if end.store.check([key])]:
-            try:
-                # Any client of the store can write there.
-                theirs = Cause.from_json(end.store.get(key))
-            except ValueError:
-                continue
-            if was_killed(theirs.code):
+            theirs = _cause_at(key, end)
+            if theirs is not None and was_killed(theirs.code):
                 return theirs
-            if theirs.code != PEER_LOST and found.code == PEER_LOST:
+            if theirs is not None and theirs.code != PEER_LOST and found.code == PEER_LOST:
                 found = theirs
         time.sleep(MONITOR_SECONDS)
     return found
 
 
-def _ended_key(position: Position) -> str:
-    return f"{position.store[2] if position.store else ''}/ended/{position.node_rank}"
+def _cause_at(key: str, end: GenerationEnd) -> Cause | None:
+    try:
+        return Cause.from_json(end.store.get(key))
+    except ValueError:  # any client of the store can write there
+        return None
+
+
+def _ended_key(end: GenerationEnd, node: int) -> str:
+    return f"{end.prefix}/ended/{node}"
 
 
 def job_of(program: Program, run: RunDir, settings: Settings, chosen: Collection[str]) -> Job:

@@ -7,14 +7,41 @@ from tandem.checkpoint.listing import is_finished
 from tandem.config import Settings, TaskJob
 from tandem.config.slices import ONE_PROCESS
 from tandem.data.batch_shares import check_even
+from tandem.distributed.position import RankStart
 from tandem.errors import PEER_LOST, CheckpointError, ConfigError, is_retried, job_code
 from tandem.log import log_if_slow
 from tandem.platforms.placement import Placement
 from tandem.run.directory import RunDir
-from tandem.work.base import NOTHING, SAVED, TRAINED, Cause, GenerationEnd, any_rank, gpu_index
+from tandem.work.base import (
+    NOTHING,
+    SAVED,
+    TRAINED,
+    Cause,
+    GenerationEnd,
+    RankFunction,
+    WarmUp,
+    any_rank,
+    gpu_index,
+)
 
-# A name, not an import: importing it imports torch, which reads variables that the agent sets first.
-RANK_FUNCTION = "tandem.rank.task:run_rank"
+
+def rank_function() -> Callable[..., int]:
+    """Import what a task's ranks run, which imports torch: it reads variables that the agent sets first."""
+    from tandem.rank.task import run_rank
+
+    return run_rank
+
+
+def run_rank(job: TaskJob, start: RankStart) -> int:
+    """Train as the rank that `start` describes, and return the exit code."""
+    return rank_function()(job, start)
+
+
+def warm_up(job: TaskJob, expected: RankStart | None) -> None:
+    """Prepare a process that may become a rank."""
+    from tandem.rank import task
+
+    task.warm_up(job, expected)
 
 
 class TaskWork:
@@ -32,11 +59,10 @@ class TaskWork:
     def __init__(self, run: RunDir, settings: Settings, chosen: Collection[str]) -> None:
         self._run = run
         self._settings = settings
-        module = RANK_FUNCTION.partition(":")[0]
-        self.rank_entry = RANK_FUNCTION
-        self.warm_up = f"{module}:warm_up"
+        self.rank_entry: RankFunction = run_rank
+        self.warm_up: WarmUp = warm_up
         self.job = TaskJob(settings.to_dict(), frozenset(chosen))
-        self.preload: Sequence[str] = ["tandem.launch.preload", module]
+        self.preload: Sequence[str] = ["tandem.launch.preload", "tandem.rank.task"]
         self.standby_key: Callable[..., object] = gpu_index if settings.launch.warm_gpu else any_rank
         self.is_retried = is_retried
 

@@ -46,6 +46,9 @@ class _File:
     def read(self, size: int = -1, /) -> bytes:
         return self._file.read(size)
 
+    def seek(self, offset: int, /) -> None:
+        self._file.seek(offset)
+
     def close(self) -> None:
         self._file.close()
 
@@ -84,15 +87,52 @@ class Folder:
         success. The retry therefore writes everything again, to new files.
         """
         target = Path(target)
-        retry_stale(lambda: self._prepare(target.parent))
-        if not replace and retry_stale(lambda: exists(target)):
-            raise FileExistsError(errno.EEXIST, "another writer has already saved this step")
+        self._check(target, replace)
         try:
             return self._write(target, payload, manifest)
         except OSError as error:
             if not isinstance(error, FsyncError) and error.errno != errno.ESTALE:
                 raise
             return self._write(target, payload, manifest)
+
+    def _check(self, target: Path, replace: bool) -> None:
+        retry_stale(lambda: self._prepare(target.parent))
+        if not replace and retry_stale(lambda: exists(target)):
+            raise FileExistsError(errno.EEXIST, "another writer has already saved this step")
+
+    def begin(self, target: PurePath, replace: bool) -> PurePath:
+        target = Path(target)
+        self._check(target, replace)
+        temporary = _temporary(target)
+        os.mkdir(temporary)
+        return temporary
+
+    def add(self, place: PurePath, name: str, payload: Payload) -> tuple[str, dict[str, object]]:
+        return name, write_file(Path(place) / name, payload).entry()
+
+    def publish(
+        self,
+        place: PurePath,
+        target: PurePath,
+        files: Entries,
+        manifest: Callable[[Entries], bytes],
+        replace: bool,
+    ) -> int:
+        temporary = Path(place)
+        # Other nodes have written some of them, and may have another volume mounted at this path.
+        for name, entry in files.items():
+            size = (temporary / name).stat().st_size
+            if size != entry["bytes"]:
+                raise OSError(errno.EIO, f"{name} has {size} bytes here, and {entry['bytes']} on its node")
+        sealed = write_file(temporary / MANIFEST, manifest(files))
+        fsync_directory(temporary)
+        if not replace and exists(Path(target)):
+            raise FileExistsError(errno.EEXIST, "another writer has already saved this step")
+        _publish(temporary, Path(target))
+        return sum(int(str(entry["bytes"])) for entry in files.values()) + sealed.bytes
+
+    def abandon(self, place: PurePath) -> None:
+        remove_tree(Path(place))
 
     def _prepare(self, directory: Path) -> None:
         if self._anchored != directory or not is_directory(directory):
@@ -102,8 +142,7 @@ class Folder:
         _sweep(directory, ".tmp-*")
 
     def _write(self, target: Path, payload: Payload, manifest: Callable[[Entries], bytes]) -> int:
-        # In the same directory, because rename(2) does not cross file systems.
-        temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}-{secrets.token_hex(4)}")
+        temporary = _temporary(target)
         try:
             os.mkdir(temporary)
             state = write_file(temporary / STATE, payload)
@@ -175,6 +214,11 @@ def _entries(directory: Path, tries: int = LISTINGS) -> dict[str, dict[str, int]
             if tries > 1 and not os.path.lexists(directory / name):
                 return _entries(directory, tries - 1)
     return found
+
+
+def _temporary(target: Path) -> Path:
+    # In the same directory, because rename(2) does not cross file systems.
+    return target.with_name(f".tmp-{target.name}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def _publish(temporary: Path, target: Path) -> None:

@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import PurePath
 from typing import Any
 
-from tandem.checkpoint.storage.protocol import MANIFEST, Entries, Payload, Sink, StorageReader
+from tandem.checkpoint.storage.protocol import MANIFEST, STATE, Entries, Payload, Sink, StorageReader
 from tandem.errors import ConfigError
 from tandem.timeouts import LEFT_OVER_SECONDS
 
@@ -42,6 +42,9 @@ class _Reader:
 
     def read(self, size: int = -1, /) -> bytes:
         return bytes(call_client(self._file.read, size))
+
+    def seek(self, offset: int, /) -> None:
+        call_client(self._file.seek, offset)
 
     def close(self) -> None:
         self._file.close()
@@ -116,19 +119,40 @@ class Objects:
     def commit(
         self, target: PurePath, payload: Payload, manifest: Callable[[Entries], bytes], replace: bool
     ) -> int:
-        state = target / f"state-{secrets.token_hex(8)}.pt"
-        seal = target / MANIFEST
-        sink = self._upload(str(state), payload)
-        raw = manifest({state.name: sink.entry()})
-        held, lost = self._put(seal, raw, replace)
+        name, entry = self.add(target, STATE, payload)
+        return self.publish(target, target, {name: entry}, manifest, replace)
+
+    def begin(self, target: PurePath, replace: bool) -> PurePath:
+        if not replace and self.read(target / MANIFEST) is not None:
+            raise FileExistsError(errno.EEXIST, "another writer has already saved this step")
+        return target
+
+    def add(self, place: PurePath, name: str, payload: Payload) -> tuple[str, dict[str, object]]:
+        stem, _, suffix = name.rpartition(".")
+        unique = f"{stem}-{secrets.token_hex(8)}.{suffix}"
+        return unique, self._upload(str(place / unique), payload).entry()
+
+    def publish(
+        self,
+        place: PurePath,
+        target: PurePath,
+        files: Entries,
+        manifest: Callable[[Entries], bytes],
+        replace: bool,
+    ) -> int:
+        raw = manifest(files)
+        held, lost = self._put(target / MANIFEST, raw, replace)
         if held != raw:
             if held is not None and not replace:
                 raise FileExistsError(errno.EEXIST, "another writer has already saved this step") from lost
             raise lost or OSError(errno.EIO, "the manifest in the store is not the one that was uploaded")
         # Earlier saves of this step left states under other names.
         if replace:
-            self.delete(target, self._keys(target).keys() - {state.name, MANIFEST})
-        return sink.bytes + len(raw)
+            self.delete(target, self._keys(target).keys() - files.keys() - {MANIFEST})
+        return sum(int(str(entry["bytes"])) for entry in files.values()) + len(raw)
+
+    def abandon(self, place: PurePath) -> None:
+        """Leave it to `repair`, because another save of the step may have objects there."""
 
     def _upload(self, path: str, payload: Payload) -> Sink:
         file = call_client(self._fs.open, path, "wb")

@@ -78,6 +78,7 @@ class StorageReader(Protocol):
     @property
     def size(self) -> int: ...
     def read(self, size: int = -1, /) -> bytes: ...
+    def seek(self, offset: int, /) -> None: ...
     def close(self) -> None: ...
 
 
@@ -112,6 +113,28 @@ class Storage(Protocol):
         If the writer is killed or fails earlier, the entry does not exist. Raises FileExistsError if it
         already exists, unless `replace` is set.
         """
+
+    def begin(self, target: PurePath, replace: bool) -> PurePath:
+        """Return where several processes may `add` the files of the entry `target`.
+
+        Raises FileExistsError as `commit`.
+        """
+
+    def add(self, place: PurePath, name: str, payload: Payload) -> tuple[str, dict[str, object]]:
+        """Write one file; once this returns, it is durable. Returns (its final name, its `Sink.entry`)."""
+
+    def publish(
+        self,
+        place: PurePath,
+        target: PurePath,
+        files: Entries,
+        manifest: Callable[[Entries], bytes],
+        replace: bool,
+    ) -> int:
+        """Complete an entry with the `files` that were added. Returns and raises as `commit`."""
+
+    def abandon(self, place: PurePath) -> None:
+        """Remove what was added to `place`, as far as possible. Raises nothing."""
 
     def repair(self, directory: PurePath) -> None:
         """Finish or undo the incomplete work of a killed writer in `directory`."""

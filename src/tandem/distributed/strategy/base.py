@@ -7,7 +7,8 @@
     strategy.wrap(...)                           before the first step
     each micro-batch: with strategy.micro_step(is_last): strategy.forward(...), then backward
     after the last:   strategy.exchange(...), then norm or clip, then the optimizer
-    strategy.gather_full(...)                    to save, and for the digest at the end
+    strategy.local_state(...)                    to save
+    strategy.gather_full(...)                    for the digest at the end
 
 All ranks call each method at the same point, unless its docstring says that it needs no communication.
 """
@@ -31,12 +32,14 @@ class Strategy(Protocol):
     shards_parameters: bool
     """True if this rank has only its shard of the parameters.
 
-    Then there are no replicas to compare, and every forward pass needs all ranks, in evaluation too.
+    Then there are no replicas to compare, and every forward pass needs all ranks, in evaluation too. Each
+    rank keeps snapshots of its own shard.
     """
     shards_state: bool
     """True if no rank has the whole state of model and optimizer.
 
-    Then there are no in-memory snapshots, and a restart goes back to a checkpoint.
+    Then there are no in-memory snapshots, and a restart goes back to a checkpoint, unless `shards_parameters`
+    is set, too.
     """
     checks_gradients: bool
     """True if a parameter without a gradient after a step is rejected, unless --find-unused is set."""
@@ -110,12 +113,27 @@ class Strategy(Protocol):
         """
         ...
 
+    def local_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return state dicts of model and optimizer with a `shards.shard` for each sharded tensor."""
+        ...
+
+    def with_shards(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return what `load_model` and `load_optimizer` accept, given a rank's state from `local_state`.
+
+        Needs no communication.
+        """
+        ...
+
+    def rows(self, length: int) -> tuple[int, int]:
+        """Return (first row, number of rows) of this rank's part of a sharded tensor with `length` rows."""
+        ...
+
     def load_model(self, model: nn.Module, state: Mapping[str, Tensor], strict: bool = True) -> None:
-        """Load a full `state_dict`, which every rank has. Needs no communication."""
+        """Load a full `state_dict`, which every rank has, or one of `with_shards`. Needs no communication."""
         ...
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Load a full `state_dict`, which every rank has. Needs no communication."""
+        """Load a full `state_dict`, which every rank has, or one of `with_shards`. Needs no communication."""
         ...
 
     def exchange_state(self) -> dict[str, Any]:

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from tandem.checkpoint.shards import SHARD, VALUES, mapped_shards, shard
 from tandem.distributed.group import ProcessGroup, has_buffers_beside_batchnorm
 from tandem.distributed.strategy import single
 from tandem.errors import ConfigError
@@ -44,7 +45,7 @@ class FSDPStrategy(single.SingleStrategy):
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 dist.broadcast(tensor, src=0)
-        mesh = DeviceMesh(self._group.device.type, torch.arange(self._group.size))
+        self._mesh = mesh = DeviceMesh(self._group.device.type, torch.arange(self._group.size))
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         self._blocks = [block for blocks in lists for block in blocks]
         # The order matters: the root takes the parameters that no block has taken.
@@ -108,6 +109,37 @@ class FSDPStrategy(single.SingleStrategy):
         whole: dict[str, Any] = _gathered(state, self._group.is_first)
         return whole
 
+    def local_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        local: dict[str, Any] = self._local(state)
+        return local
+
+    def _local(self, value: Any) -> Any:
+        if isinstance(value, DTensor):
+            if value.placements != (Shard(0),):  # some optimizers' statistics, which are small
+                return value.full_tensor()
+            return shard(value.shape, self.rows(len(value))[0], value.to_local().detach())
+        if isinstance(value, dict):
+            return {key: self._local(item) for key, item in value.items()}
+        return [self._local(item) for item in value] if isinstance(value, list) else value
+
+    def with_shards(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {
+            **state,
+            **{part: mapped_shards(state[part], self._sharded) for part in ("model", "optimizer")},
+        }
+
+    def _sharded(self, _path: object, part: dict[str, Any]) -> DTensor:
+        shape = torch.Size(part[SHARD][0])
+        local = part[VALUES].to(self._group.device)
+        stride = torch.empty(shape, device="meta").stride()
+        # from_local would assume that all ranks have as many rows as this one.
+        return DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+    def rows(self, length: int) -> tuple[int, int]:
+        most = -(-length // self._group.size)  # as torch.chunk: the last ranks may have fewer rows, or none
+        first = min(self._group.rank * most, length)
+        return first, min(most, length - first)
+
     def load_model(self, model: nn.Module, state: Mapping[str, Tensor], strict: bool = True) -> None:
         sharded = model.state_dict()
         super().load_model(model, {n: _share(v, sharded.get(n)) for n, v in state.items()}, strict)
@@ -157,7 +189,8 @@ def _gathered(value: Any, keep: bool) -> Any:
 def _share(value: Any, like: Tensor | None) -> Any:
     """Return this rank's shard of a full tensor, if `like` is sharded."""
     # An optimizer's state also has scalars, such as Adam's step, which are not sharded.
-    if isinstance(value, Tensor) and isinstance(like, DTensor) and value.shape == like.shape:
+    is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
+    if is_whole and isinstance(like, DTensor) and value.shape == like.shape:
         # Each rank has the full tensor, so src_data_rank=None avoids a broadcast.
         whole = value.to(like.device)
         return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

@@ -95,6 +95,15 @@ class SingleStrategy:
     def gather_full(self, state: dict[str, Any]) -> dict[str, Any]:
         return state
 
+    def local_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        return state
+
+    def with_shards(self, state: dict[str, Any]) -> dict[str, Any]:
+        return state
+
+    def rows(self, length: int) -> tuple[int, int]:
+        return 0, length
+
     def load_model(self, model: nn.Module, state: Mapping[str, Tensor], strict: bool = True) -> None:
         model.load_state_dict(state, strict=strict)
 

@@ -18,6 +18,7 @@ function show(run) {
   $("state").className = `state ${state}`;
   $("where").textContent = `${run.task} on ${counted(run.nodes, "node")} (${run.platform})`;
   $("straggler").textContent = run.ending ? "" : run.straggler ?? "";
+  $("verdict").textContent = run.verdict ? `What limits this run: ${run.verdict}` : "";
   const trouble = run.ending?.state === "failed" ? null : run.events?.find(event => TROUBLE.includes(event.kind));
   const isIll = run.healthy === false && !run.ending && run.health;
   $("trouble").textContent = isIll ? `Not healthy: ${run.health}` : trouble ? sentenceOfTrouble(trouble) : "";
@@ -33,6 +34,7 @@ function show(run) {
     ["last checkpoint", newest ? `${seconds(run.time - newest.time)} ago` : "none", newest ? `step ${number(newest.step)}` : ""],
     ["restarts", number(run.restarts), run.planned_stops ? `and ${number(run.planned_stops)} planned stops` : ""],
   ]);
+  $("inside").hidden = !run.inspection || isOver;
   showRanks(run.ranks ?? []);
   checkpointTable($("checkpoints"), run.checkpoints, run.time);
   whenNew($("events"), run.events ?? [], eventList);
@@ -122,6 +124,35 @@ async function awaitEnd() {
   }
 }
 
+// Ask the ranks for their stacks, memory or a profile; only readers with the token see the buttons.
+const buttons = document.querySelectorAll("#inside button");
+const OPTIONS = {stacks: () => "", memory: () => "?seconds=3", profile: () => `?steps=${Number($("steps").value) || 5}`};
+
+function answerSection(parent, text) {
+  const answer = add(parent, "pre", text);
+  answer.tabIndex = 0;
+  answer.setAttribute("role", "region");
+  answer.setAttribute("aria-label", "Answers of the ranks");
+}
+
+async function inspect(action) {
+  buttons.forEach(button => { button.disabled = true; });
+  $("asked").textContent = action === "stacks" ? "asking the ranks…" : `recording (${action})…`;
+  try {
+    const answer = await fetch(`api/inspect/${action}${OPTIONS[action]()}`, {
+      method: "POST", headers: {"X-Tandem": "page"}, cache: "no-store", signal: AbortSignal.timeout(660000)});
+    if (!answer.ok) throw new Error(await answer.text());
+    const {text, trace} = await answer.json();
+    whenNew($("answer"), text, answerSection);
+    $("trace").hidden = !trace;
+    $("asked").textContent = `${action}, ${clock(Date.now() / 1000)}`;
+  } catch (error) {
+    $("asked").textContent = `not answered: ${error.message}`;
+  }
+  buttons.forEach(button => { button.disabled = false; });
+}
+
+buttons.forEach(button => button.addEventListener("click", () => inspect(button.dataset.action)));
 board.show(chartsOf([{name: "", points: []}]));
 phaseSection($("phases"), "Phases of a step", null);
 $("log").addEventListener("toggle", () => showLog().catch(() => {}));

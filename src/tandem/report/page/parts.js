@@ -1,8 +1,8 @@
 // The parts of both pages other than curves: phases, checkpoints, events, and facts about the run.
 const PHASES = ["data", "transfer", "forward", "backward", "optimizer", "other"];
 const stamp = time => isNumber(time) ? new Date(1000 * time).toISOString() : "";
-const ROUTINE = ["world", "training", "checkpoint", "checkpoint_verified"];
-const TROUBLE = ["rank_killed", "rank_failed", "hang", "nonfinite", "checkpoint_failed", "fallback", "replica_mismatch", "failed"];
+const ROUTINE = ["world", "training", "checkpoint", "checkpoint_verified", "notified"];
+const TROUBLE = ["rank_killed", "rank_failed", "hang", "nonfinite", "checkpoint_failed", "fallback", "replica_mismatch", "replay_mismatch", "failed"];
 
 // A bar of parts {name: amount}; its length is the share of their sum in `whole`.
 function stack(parent, parts, whole, unit) {
@@ -73,6 +73,8 @@ function sentence(event) {
     rank_failed: () => `A rank failed: ${reason}`,
     nonfinite: () => `${reason === "nonfinite_loss" ? "The loss is" : "Gradients are"} not finite${at} (--on-nonfinite ${rest.policy})`,
     replica_mismatch: () => `Ranks ${told(rest.ranks)} have different parameters from rank 0${at}`,
+    notified: () => `Webhook notified: ${rest.event}`,
+    replay_mismatch: () => `Another rank got different bits from the same micro-batch${at}: ${told(rest.ranks)}`,
     finished: () => `The run finished${at}`,
     stopped: () => `The run was stopped and saved${at}`,
     failed: () => `The run failed: ${reason} (exit code ${rest.exit_code})`,

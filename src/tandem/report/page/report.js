@@ -13,6 +13,7 @@ function header(parent, run) {
   add(head, "span", `${when}report of ${date(made)}`, "quiet");
   if (up) add(head, "a", "all runs").href = up;
   for (const problem of problems ?? []) add(parent, "p", problem, "said failed");
+  if (runs.length === 1 && run.verdict) add(parent, "p", `What limits this run: ${run.verdict}`, "said");
   if (runs.length === 1 && run.reason) add(parent, "p", `The run has failed: ${run.reason}`, "said failed");
 }
 

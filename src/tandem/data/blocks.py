@@ -1,0 +1,60 @@
+"""Data in blocks: a class that reads samples of many stored blocks, such as shards, row groups or ranges.
+
+A block is a range of samples that is cheap to read together. The order of an epoch keeps the samples of a
+block near each other (`block_order.py`), so that a rank reads few blocks at a time.
+
+A source may also have `hold(blocks, processes)`. It is called once, before training, with the number of
+blocks that a rank reads at a time, and the number of processes that read them. It may reserve memory or disk,
+and raises ConfigError if there is too little.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class BlockSource(Protocol):
+    """A map-style dataset whose samples are stored in blocks; indices count over all blocks, end to end."""
+
+    def block_sizes(self) -> Sequence[int]:
+        """Return the number of samples of each block, in order; every size is at least 1."""
+        ...
+
+    def __len__(self) -> int:
+        """Return the sum of `block_sizes()`."""
+        ...
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        """Return the samples with these indices, in this order."""
+        ...
+
+    def will_need(self, blocks: Sequence[int]) -> None:
+        """Expect reads from these blocks soon, in this order. It may start to fetch them, or do nothing."""
+        ...
+
+
+BLOCK_SAMPLES = 1000
+"""Samples of a block, for data in which any range can be read."""
+ADVISED_BYTES = 2**28
+"""At most this much is requested from the kernel at a time, so that the request itself is fast."""
+
+
+def range_sizes(samples: int) -> list[int]:
+    """Return the sizes of blocks of BLOCK_SAMPLES; the last one has the rest."""
+    full, rest = divmod(samples, BLOCK_SAMPLES)
+    return [BLOCK_SAMPLES] * full + ([rest] if rest else [])
+
+
+def read_ahead(parts: Iterable[tuple[Path, int, int]]) -> None:
+    """Ask the kernel to read (file, first byte, bytes) into its cache, up to ADVISED_BYTES; do not wait."""
+    left = ADVISED_BYTES
+    for path, start, size in parts:
+        if left <= 0:
+            return
+        left -= size
+        # A file that cannot be read is reported when its samples are.
+        with suppress(OSError), path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), start, size, os.POSIX_FADV_WILLNEED)

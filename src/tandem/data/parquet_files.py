@@ -1,0 +1,255 @@
+"""Parquet files as a dataset: a block is a row group, which is decoded once and kept while it is in use."""
+
+import glob
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch.utils.data import Dataset
+
+from tandem.data.blocks import read_ahead
+from tandem.errors import ConfigError
+from tandem.process import memory_left
+
+OPEN_FILES = 16
+DECODED = 8
+"""Row groups kept by a dataset that is read in its stored order, such as an evaluation set."""
+Getter = Callable[[int], Any]
+"""row -> its value in a column."""
+
+
+class RowGroup(NamedTuple):
+    """`rows` rows of a file: row group `number`, stored in `size` bytes from byte `start` on."""
+
+    path: Path
+    number: int
+    rows: int
+    start: int
+    size: int
+    decoded: int
+    """Bytes of its columns without compression; in memory they take at least as much."""
+
+
+class Recent:
+    """The `capacity` values that were used last, created on first use."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._values: OrderedDict[Hashable, Any] = OrderedDict()
+
+    def get(self, key: Hashable, create: Callable[[], Any]) -> Any:
+        """Return the value of `key`."""
+        if key in self._values:
+            self._values.move_to_end(key)
+            return self._values[key]
+        while len(self._values) >= self.capacity:
+            self._values.popitem(last=False)
+        value = self._values[key] = create()
+        return value
+
+
+class ParquetRows(Dataset[dict[str, Any]]):
+    """Rows of Parquet files as {column: value}, in the order of the files; see `BlockSource`.
+
+    Numbers are Python numbers, and lists of numbers are NumPy arrays. Other values are those of pyarrow's
+    `as_py`: bytes, text, dates, None.
+    """
+
+    def __init__(self, groups: Sequence[RowGroup], columns: Sequence[str]) -> None:
+        self.groups = list(groups)
+        self.columns = list(columns)
+        self._ends = numpy.cumsum([group.rows for group in self.groups])
+        self._capacity = DECODED
+        self._forget()
+
+    def _forget(self) -> None:
+        self._process = os.getpid()
+        self._files = Recent(OPEN_FILES)
+        self._decoded = Recent(self._capacity)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Open files cannot be pickled.
+        return {
+            "groups": self.groups,
+            "columns": self.columns,
+            "_ends": self._ends,
+            "_capacity": self._capacity,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def block_sizes(self) -> list[int]:
+        """Return the number of rows of each row group."""
+        return [group.rows for group in self.groups]
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int] | torch.Tensor) -> list[dict[str, Any]]:
+        chosen = numpy.asarray(indices, dtype=numpy.int64)
+        chosen = numpy.where(chosen < 0, chosen + len(self), chosen)
+        if len(chosen) and (chosen.min() < 0 or chosen.max() >= len(self)):
+            raise IndexError(f"a row is outside of range({len(self)})")
+        numbers = numpy.searchsorted(self._ends, chosen, side="right")
+        # A reader that was forked must not share file positions with its parent.
+        if self._process != os.getpid():
+            self._forget()
+        starts = self._ends[numbers] - [self.groups[number].rows for number in numbers.tolist()]
+        own = (chosen - starts).tolist()
+        rows: list[dict[str, Any]] = [{}] * len(chosen)
+        last = -1
+        # Group by group, so that none is decoded twice for one call.
+        for place in numbers.argsort(kind="stable").tolist():
+            if numbers[place] != last:
+                last = int(numbers[place])
+                getters = self._decoded.get(last, partial(self._decode, self.groups[last]))
+            rows[place] = {name: get(own[place]) for name, get in getters.items()}
+        return rows
+
+    def will_need(self, blocks: Sequence[int]) -> None:
+        """Let the kernel read these row groups ahead."""
+        groups = [self.groups[block] for block in blocks]
+        read_ahead((group.path, group.start, group.size) for group in groups)
+
+    def hold(self, blocks: int, processes: int) -> None:
+        """Keep this number of row groups in each process. Raises ConfigError if memory is too small."""
+        self._capacity = max(DECODED, blocks)
+        self._forget()
+        largest = sorted((group.decoded for group in self.groups), reverse=True)[:blocks]
+        left = memory_left(Path("/"))
+        if left is not None and sum(largest) * processes > left:
+            in_workers = f" in each of {processes} loader processes" if processes > 1 else ""
+            raise ConfigError(
+                f"parquet(): a rank decodes {len(largest):,} row groups at a time{in_workers}, "
+                f"{sum(largest) * processes / 2**30:.1f} GiB, and {left / 2**30:.1f} GiB of memory are left; "
+                "write smaller row groups (row_group_size=...), or use fewer --workers or columns"
+            )
+
+    def _decode(self, group: RowGroup) -> dict[str, Getter]:
+        file = self._files.get(group.path, lambda: _pyarrow().ParquetFile(group.path))
+        table = file.read_row_group(group.number, columns=self.columns, use_threads=False)
+        if table.num_rows != group.rows:
+            raise OSError(f"{group.path} has changed: row group {group.number} had {group.rows:,} rows")
+        return {name: getter_of(table.column(name)) for name in self.columns}
+
+
+def getter_of(column: Any) -> Getter:
+    """Return the function that reads one row of a pyarrow ChunkedArray."""
+    import pyarrow
+
+    array = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+    if isinstance(array, pyarrow.ChunkedArray) or array.null_count:
+        return lambda row: column[row].as_py()
+    kind = array.type
+    if _is_number(kind):
+        return array.to_numpy(zero_copy_only=False).item  # type: ignore[no-any-return]
+    if pyarrow.types.is_fixed_size_list(kind) and _is_number(kind.value_type):
+        inner = array.flatten()
+        if not inner.null_count:
+            table = inner.to_numpy(zero_copy_only=False).reshape(len(array), kind.list_size)
+            return lambda row: table[row].copy()
+    if (pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)) and _is_number(kind.value_type):
+        if not array.values.null_count:
+            values = array.values.to_numpy(zero_copy_only=False)
+            offsets = array.offsets.to_numpy()
+            # A copy, because torch warns about arrays that it cannot write to.
+            return lambda row: values[offsets[row] : offsets[row + 1]].copy()
+    return lambda row: array[row].as_py()
+
+
+def _is_number(kind: Any) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
+
+
+def parquet(
+    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], columns: Sequence[str] | None = None
+) -> ParquetRows:
+    """Return the rows of Parquet files as a dataset of {column: value}, ordered by row groups.
+
+    Args: files: a path or pattern, such as "data/part-*.parquet", or several. The files are read in the order
+    of their names. `columns`: only these columns; None: all.
+
+    Raises ConfigError if pyarrow is missing or nothing matches, and for files with other columns or without
+    rows.
+    """
+    module = _pyarrow()
+    patterns = [files] if isinstance(files, str | os.PathLike) else files
+    paths = list(dict.fromkeys(path for pattern in patterns for path in _matching(os.fspath(pattern))))
+    groups: list[RowGroup] = []
+    first: Any = None
+    for path in paths:
+        try:
+            with module.ParquetFile(path) as file:
+                schema = _chosen(path, file.schema_arrow, columns)
+                groups += _groups_of(path, file.metadata, set(schema.names))
+        except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
+            text = " ".join(str(error).split())
+            raise ConfigError(f"parquet(): {path}: expected a Parquet file; {text}") from error
+        if first is None:
+            first = schema
+        if not schema.equals(first):
+            raise ConfigError(
+                f"parquet(): {path}: columns {_listed(schema)}; expected {_listed(first)}, as in {paths[0]}"
+            )
+    if not groups:
+        raise ConfigError(f"parquet(): {', '.join(map(str, patterns))}: the files have no rows")
+    return ParquetRows(groups, first.names)
+
+
+def _pyarrow() -> Any:
+    """Return pyarrow.parquet. Raises ConfigError if it is not installed."""
+    try:
+        from pyarrow import parquet as module
+    except ImportError as error:
+        raise ConfigError("parquet() needs pyarrow: pip install 'tandem-train[parquet]'") from error
+    return module
+
+
+def _matching(pattern: str) -> list[Path]:
+    names = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+    paths = [Path(name) for name in names if os.path.isfile(name)]
+    if not paths:
+        raise ConfigError(f"parquet(): no file matches {pattern}")
+    return paths
+
+
+def _chosen(path: Path, schema: Any, columns: Sequence[str] | None) -> Any:
+    """Return the schema of the chosen columns, without pandas' metadata. Raises ConfigError."""
+    import pyarrow
+
+    if absent := [name for name in columns or () if name not in schema.names]:
+        raise ConfigError(f"parquet(): {path}: no column {', '.join(absent)}; columns: {_listed(schema)}")
+    return pyarrow.schema([schema.field(name) for name in columns or schema.names])
+
+
+def _groups_of(path: Path, metadata: Any, columns: set[str]) -> list[RowGroup]:
+    groups = []
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        stored = [group.column(index) for index in range(group.num_columns)]
+        # A nested column is stored as several, named NAME.list.element.
+        stored = [column for column in stored if column.path_in_schema.partition(".")[0] in columns]
+        starts = [column.dictionary_page_offset or column.data_page_offset for column in stored]
+        ends = [start + column.total_compressed_size for start, column in zip(starts, stored, strict=True)]
+        decoded = sum(column.total_uncompressed_size for column in stored)
+        if group.num_rows:
+            start = min(starts, default=0)
+            size = max(ends, default=0) - start
+            groups.append(RowGroup(path, number, group.num_rows, start, size, decoded))
+    return groups
+
+
+def _listed(schema: Any) -> str:
+    return ", ".join(f"{field.name} ({field.type})" for field in schema)

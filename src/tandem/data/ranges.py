@@ -1,0 +1,264 @@
+"""Read ranges of bytes from http(s):// and s3:// addresses; every range arrives complete, or is an error.
+
+What may pass (5xx, a reset, a stall) is tried again until a deadline. Everything else is final at once: a
+file that is not there, a server without ranges, a file that is shorter than expected.
+"""
+
+import http.client
+import random
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+from urllib.parse import SplitResult, urljoin, urlsplit
+
+from tandem.errors import ConfigError, DataUnavailableError
+from tandem.timeouts import (
+    BLOCK_BACKOFF_SECONDS,
+    BLOCK_DEADLINE_SECONDS,
+    BLOCK_STALL_SECONDS,
+    LONGEST_BLOCK_BACKOFF_SECONDS,
+)
+
+SCHEMES = ("http", "https", "s3")
+REDIRECTS = (301, 302, 303, 307, 308)
+MOST_REDIRECTS = 5
+PASSING = (408, 425, 429)
+"""Codes below 500 that ask the client to try again."""
+CHUNK = 2**18
+
+OK = "ok"
+RETRIED = "retried"
+FAILED = "failed"
+OUTCOMES = (OK, RETRIED, FAILED)
+"""Of a request: its bytes arrived; it failed and was repeated; it failed for good."""
+
+
+def is_remote(address: str) -> bool:
+    """Return True for an address that is read over the network, False for a path."""
+    return "://" in address
+
+
+def check_address(address: str) -> None:
+    """Raise ConfigError for an unknown scheme, and for a password, which would appear in logs and files."""
+    parts = urlsplit(address)
+    if parts.scheme not in SCHEMES or not parts.hostname:
+        valid = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+        raise ConfigError(f"invalid address {shown(address)}; expected a path or one of {valid}")
+    if parts.password is not None:
+        raise ConfigError(f"the address {shown(address)} contains a password; remove it")
+
+
+def shown(address: str) -> str:
+    """Return an address for messages: without user, password and query, which may contain a signature."""
+    if not is_remote(address):
+        return address
+    parts = urlsplit(address)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def ignore(outcome: str, size: int) -> None:
+    """Count nothing."""
+
+
+class RangeReader:
+    """Reads ranges; thread-safe, with one connection per thread and server.
+
+    A range that cannot be read within `deadline` seconds is an error. `count(outcome, bytes)` is called for
+    every request.
+    """
+
+    def __init__(
+        self, deadline: float = BLOCK_DEADLINE_SECONDS, count: Callable[[str, int], None] = ignore
+    ) -> None:
+        self.deadline = deadline
+        self._count = count
+        self._local = threading.local()
+        self._tls: ssl.SSLContext | None = None
+        self._s3: Any = None
+        self._lock = threading.Lock()
+
+    def read(self, address: str, offset: int, length: int) -> bytes:
+        """Return `length` >= 1 bytes from `offset` on.
+
+        Raises ConfigError if the server refuses the range for good, and DataUnavailableError if nothing
+        complete arrives within the deadline.
+        """
+        return self._repeated(address, f"bytes {offset} to {offset + length - 1}", offset, length)[0]
+
+    def size(self, address: str) -> int:
+        """Return the number of bytes of a file. Raises as `read`."""
+        if urlsplit(address).scheme == "s3":
+            client = self._s3_client()
+            return int(self._s3_call(address, lambda: client.info(address)["size"]))
+        return self._repeated(address, "its size", 0, 1)[1]
+
+    def _repeated(self, address: str, what: str, offset: int, length: int) -> tuple[bytes, int]:
+        end = time.monotonic() + self.deadline
+        pause = BLOCK_BACKOFF_SECONDS
+        while True:
+            try:
+                data, size = self._once(address, offset, length, end)
+            except ConfigError:
+                self._count(FAILED, 0)
+                raise
+            except (OSError, http.client.HTTPException) as error:
+                if time.monotonic() + pause >= end:
+                    self._count(FAILED, 0)
+                    self._give_up(address, what, error)
+                self._count(RETRIED, 0)
+            else:
+                self._count(OK, len(data))
+                return data, size
+            # Ranks that failed together should not come back together.
+            time.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, LONGEST_BLOCK_BACKOFF_SECONDS)
+
+    def _give_up(self, address: str, what: str, error: Exception) -> NoReturn:
+        cause = str(error) or type(error).__name__
+        raise DataUnavailableError(
+            f"cannot read {shown(address)}, {what}: no complete answer for {self.deadline:g} s; "
+            f"the last problem: {cause.splitlines()[0]}"
+        ) from error
+
+    def _once(self, address: str, offset: int, length: int, end: float) -> tuple[bytes, int]:
+        """Return the range and the file's size after one request."""
+        if urlsplit(address).scheme == "s3":
+            return self._from_s3(address, offset, length)
+        target = address
+        for _ in range(MOST_REDIRECTS + 1):
+            parts = urlsplit(target)
+            connection = self._connection(parts, end)
+            try:
+                response = _asked(connection, parts, offset, length)
+                location = response.getheader("Location")
+                if response.status not in REDIRECTS or not location:
+                    size = _checked(response, address, offset, length)
+                    return _body(response, length, end), size
+                response.read()
+            except BaseException:
+                # The rest of this answer would be taken for the next one.
+                self._drop(parts)
+                raise
+            target = urljoin(target, location)
+            check_address(target)
+        raise ConfigError(f"{shown(address)}: the server redirects more than {MOST_REDIRECTS} times")
+
+    def _connection(self, parts: SplitResult, end: float) -> http.client.HTTPConnection:
+        found: dict[tuple[str, str], http.client.HTTPConnection] = self._local.__dict__.setdefault("open", {})
+        key = (parts.scheme, parts.netloc)
+        # Never 0, which would mean a socket that does not block.
+        timeout = min(BLOCK_STALL_SECONDS, max(0.1, end - time.monotonic()))
+        if key not in found:
+            host = parts.netloc.rpartition("@")[2]
+            if parts.scheme == "https":
+                found[key] = http.client.HTTPSConnection(host, timeout=timeout, context=self._context())
+            else:
+                found[key] = http.client.HTTPConnection(host, timeout=timeout)
+        elif found[key].sock is not None:
+            found[key].sock.settimeout(timeout)
+        found[key].timeout = timeout
+        return found[key]
+
+    def _drop(self, parts: SplitResult) -> None:
+        connection = self._local.open.pop((parts.scheme, parts.netloc), None)
+        if connection is not None:
+            connection.close()
+
+    def _context(self) -> ssl.SSLContext:
+        with self._lock:
+            # Reading the certificates takes 20 ms.
+            self._tls = self._tls or ssl.create_default_context()
+            return self._tls
+
+    def _from_s3(self, address: str, offset: int, length: int) -> tuple[bytes, int]:
+        client = self._s3_client()
+        data = self._s3_call(address, lambda: client.cat_file(address, start=offset, end=offset + length))
+        if len(data) < length:
+            raise _shorter(address, offset, length, f"{len(data)} bytes")
+        return bytes(data), 0
+
+    def _s3_call(self, address: str, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except (FileNotFoundError, PermissionError) as error:
+            reason = "there is no such object" if isinstance(error, FileNotFoundError) else str(error)
+            raise ConfigError(f"{shown(address)}: {reason.splitlines()[0]}") from error
+        except OSError:
+            raise
+        except Exception as error:  # botocore and aiohttp have their own classes
+            raise OSError(f"{type(error).__name__}: {error}") from error
+
+    def _s3_client(self) -> Any:
+        with self._lock:
+            if self._s3 is None:
+                try:
+                    import fsspec.config
+
+                    # The user's own options stay, such as those in FSSPEC_S3.
+                    own = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
+                    limits = {"read_timeout": BLOCK_STALL_SECONDS, "connect_timeout": BLOCK_STALL_SECONDS}
+                    self._s3 = fsspec.filesystem(
+                        "s3", config_kwargs={**own, **limits}, skip_instance_cache=True
+                    )
+                    # The attempts of this class count, and it knows the deadline.
+                    self._s3.retries = 1
+                except ImportError as error:
+                    raise ConfigError(
+                        "s3:// needs a library that is not installed; pip install 'tandem-train[s3]'"
+                    ) from error
+            return self._s3
+
+
+def _asked(
+    connection: http.client.HTTPConnection, parts: SplitResult, offset: int, length: int
+) -> http.client.HTTPResponse:
+    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    # A compressed answer would have other positions.
+    headers = {"Range": f"bytes={offset}-{offset + length - 1}", "Accept-Encoding": "identity"}
+    connection.request("GET", target, headers=headers)
+    return connection.getresponse()
+
+
+def _checked(response: http.client.HTTPResponse, address: str, offset: int, length: int) -> int:
+    """Return the file's size from the head of an answer. Raises ConfigError if no other attempt can help."""
+    status = response.status
+    if status >= 500 or status in PASSING:
+        raise OSError(f"the server answered {status} {response.reason}")
+    if status == 200:
+        raise ConfigError(
+            f"{shown(address)}: the server ignores ranges (it answered 200 instead of 206); "
+            "use a server that supports the header Range"
+        )
+    if status == 416:
+        raise _shorter(address, offset, length, "416 Range Not Satisfiable")
+    if status != 206:
+        raise ConfigError(f"{shown(address)}: the server answered {status} {response.reason}")
+    got = response.getheader("Content-Range", "")
+    span, _, size = got.removeprefix("bytes ").partition("/")
+    if span != f"{offset}-{offset + length - 1}":
+        raise _shorter(address, offset, length, f"Content-Range {got!r}")
+    return int(size) if size.isdigit() else 0
+
+
+def _body(response: http.client.HTTPResponse, length: int, end: float) -> bytes:
+    data = bytearray()
+    while len(data) < length:
+        # A server that sends a byte now and then never reaches the timeout of the socket.
+        if time.monotonic() > end:
+            raise TimeoutError(f"only {len(data)} of {length} bytes arrived")
+        chunk = response.read1(min(CHUNK, length - len(data)))
+        if not chunk:
+            raise ConnectionResetError(f"the connection ended after {len(data)} of {length} bytes")
+        data += chunk
+    # Reads the end of the answer, so that the connection serves the next request.
+    response.read()
+    return bytes(data)
+
+
+def _shorter(address: str, offset: int, length: int, got: str) -> ConfigError:
+    return ConfigError(
+        f"{shown(address)}: expected bytes {offset} to {offset + length - 1}, got {got}; "
+        "if the file has changed, run `tandem index` again"
+    )

@@ -1,0 +1,255 @@
+"""Blocks of tar shards: ranges of whole samples, which an index lists once; and the samples inside a block.
+
+The shards are those of WebDataset: files KEY.EXTENSION, and the files with one key in a row are a sample.
+"""
+
+import io
+import json
+import os
+import re
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from tandem.data.ranges import RangeReader, check_address, is_remote, shown
+from tandem.errors import ConfigError
+
+BLOCK_BYTES = 1_000_000
+BLOCK_SAMPLES = 100
+"""A block ends at the sample with which it reaches one of both."""
+SHARDS_AT_ONCE = 4
+PART = 8 * 2**20
+"""Bytes of a request of `tandem index`."""
+HEADER = 512
+_NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)")
+FIELDS = ("address", "offset", "length", "count", "crc32")
+
+
+class StoredBlock(NamedTuple):
+    """`samples` in `length` bytes from `offset` on, with their CRC-32; `address`: a path or URL."""
+
+    address: str
+    offset: int
+    length: int
+    samples: int
+    crc32: int
+
+    def __str__(self) -> str:
+        return f"{shown(self.address)}, bytes {self.offset} to {self.offset + self.length - 1}"
+
+
+class Member(NamedTuple):
+    """A file of a tar archive: its data, and the first byte of its header."""
+
+    name: str
+    start: int
+    offset: int
+    size: int
+
+
+class TarSample(NamedTuple):
+    """A sample of a block: its key, and (extension, first byte, number of bytes) of each file."""
+
+    key: str
+    files: list[tuple[str, int, int]]
+
+
+def samples_of(raw: bytes) -> list[TarSample]:
+    """Return the samples of a block. Raises ValueError for bytes that are no tar archive."""
+    return [
+        TarSample(key, [(extension, member.offset, member.size) for extension, member in files])
+        for key, files in _grouped(_members(raw))
+    ]
+
+
+def _grouped(members: Iterator[Member]) -> Iterator[tuple[str, list[tuple[str, Member]]]]:
+    """Yield (key, [(extension, member)]) for members of one key in a row."""
+    key = ""
+    files: list[tuple[str, Member]] = []
+    for member in members:
+        found = _NAME.fullmatch(member.name)
+        if found is None:
+            raise ValueError(f"the file {member.name!r} has no name of the form KEY.EXTENSION")
+        if found[1] != key and files:
+            yield key, files
+            files = []
+        key = found[1]
+        if any(extension == found[2] for extension, _ in files):
+            raise ValueError(f"the file {member.name!r} occurs twice")
+        files.append((found[2], member))
+    if files:
+        yield key, files
+
+
+def _members(raw: bytes) -> Iterator[Member]:
+    """Yield the regular files of an archive, without tarfile if its headers are plain: 20 times faster."""
+    position = 0
+    found = []
+    while position + HEADER <= len(raw) and raw[position]:
+        head = raw[position : position + HEADER]
+        kind = head[156:157]
+        if kind not in b"0\0" or head[124] >= 128:
+            return _members_by_tarfile(io.BytesIO(raw))
+        size = int(head[124:136].rstrip(b" \0") or b"0", 8)
+        name = head[:100].rstrip(b"\0")
+        # GNU's format has other fields in the place of the prefix.
+        if head[257:263] == b"ustar\0" and (prefix := head[345:500].rstrip(b"\0")):
+            name = prefix + b"/" + name
+        data = position + HEADER
+        found.append(Member(name.decode(errors="surrogateescape"), position, data, size))
+        position = data + -(-size // HEADER) * HEADER
+    return iter(found)
+
+
+def _members_by_tarfile(file: io.BufferedIOBase | io.BytesIO) -> Iterator[Member]:
+    try:
+        with tarfile.open(fileobj=file, mode="r:") as archive:
+            for member in archive:
+                if member.isdir():
+                    continue
+                if not member.isreg() or member.issparse():
+                    raise ValueError(f"{member.name!r} is neither a regular file nor a directory")
+                yield Member(member.name, member.offset, member.offset_data, member.size)
+                archive.members.clear()  # type: ignore[attr-defined]  # it would keep every header of the shard
+    except tarfile.TarError as error:
+        raise ValueError(str(error)) from error
+
+
+# The index: one line of JSON for each block.
+
+
+def index_shards(shards: Sequence[str], output: Path, block_bytes: int = BLOCK_BYTES) -> list[StoredBlock]:
+    """Read every shard once, and write the index of their blocks, complete or not at all.
+
+    Paths below the folder of `output` are written relative to it, so that both can be moved together.
+
+    Raises ConfigError for a shard that is missing or no tar archive, and DataUnavailableError for a server
+    that does not answer.
+    """
+    for shard in shards:
+        if is_remote(shard):
+            check_address(shard)
+    reader = RangeReader()
+    folder = output.absolute().parent
+    with ThreadPoolExecutor(SHARDS_AT_ONCE) as pool:
+        found = list(pool.map(lambda shard: _indexed(shard, folder, block_bytes, reader), shards))
+    blocks = [block for of_shard in found for block in of_shard]
+    lines = "".join(json.dumps(dict(zip(FIELDS, block, strict=True))) + "\n" for block in blocks)
+    part = output.with_name(f".{output.name}.part")
+    try:
+        part.write_text(lines, encoding="utf-8")
+        os.replace(part, output)
+    except OSError as error:
+        raise ConfigError(f"cannot write {output}: {error.strerror or error}") from error
+    return blocks
+
+
+def _indexed(shard: str, folder: Path, block_bytes: int, reader: RangeReader) -> list[StoredBlock]:
+    if not is_remote(shard):
+        path = Path(shard).absolute()
+        inside = path.is_relative_to(folder)
+        address = str(path.relative_to(folder)) if inside else str(path)
+        return _blocks_of(path, shard, address, block_bytes)
+    with tempfile.NamedTemporaryFile(prefix="tandem-index-") as copy:
+        size = reader.size(shard)
+        for offset in range(0, size, PART):
+            copy.write(reader.read(shard, offset, min(PART, size - offset)))
+        copy.flush()
+        return _blocks_of(Path(copy.name), shard, shard, block_bytes)
+
+
+def _blocks_of(path: Path, shard: str, address: str, block_bytes: int) -> list[StoredBlock]:
+    """Return the blocks of a local shard; messages name it as it was typed."""
+    blocks = []
+    keys: set[str] = set()
+    try:
+        with path.open("rb") as file:
+            samples = _grouped(_members_by_tarfile(file))
+            with path.open("rb") as data:
+                for start, end, count in _cut(samples, keys, block_bytes):
+                    data.seek(start)
+                    raw = data.read(end - start)
+                    if len(raw) < end - start:
+                        raise ValueError("the archive is cut off")
+                    blocks.append(StoredBlock(address, start, end - start, count, zlib.crc32(raw)))
+    except OSError as error:
+        raise ConfigError(f"cannot read {shown(shard)}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(
+            f"{shown(shard)}: expected an uncompressed tar archive of files KEY.EXTENSION: {error}"
+        ) from error
+    if not blocks:
+        raise ConfigError(f"{shown(shard)}: expected a tar archive with samples; it has no files")
+    return blocks
+
+
+def _cut(
+    samples: Iterator[tuple[str, list[tuple[str, Member]]]], keys: set[str], block_bytes: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (first byte, end, number of samples) of each block; `keys` collects the keys of the shard."""
+    start: int | None = None
+    end = 0
+    count = 0
+    for key, files in samples:
+        if key in keys:
+            raise ValueError(f"the files of sample {key!r} are not next to each other")
+        keys.add(key)
+        if start is None:
+            start = files[0][1].start
+        last = files[-1][1]
+        end = last.offset + -(-last.size // HEADER) * HEADER
+        count += 1
+        if end - start >= block_bytes or count >= BLOCK_SAMPLES:
+            yield start, end, count
+            start = None
+            count = 0
+    if start is not None:
+        yield start, end, count
+
+
+def read_index(path: Path) -> list[StoredBlock]:
+    """Return the blocks of an index; relative paths are below its folder. Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read the index {path}: {reason}; `tandem index` writes it") from error
+    folder = path.absolute().parent
+    blocks = []
+    addresses: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        block = _read_line(line)
+        if block is None:
+            raise ConfigError(
+                f"{path}, line {number}: expected a block with {', '.join(FIELDS)}; run `tandem index` again"
+            )
+        if block.address not in addresses:
+            addresses[block.address] = _resolved(block.address, folder)
+        blocks.append(block._replace(address=addresses[block.address]))
+    if not blocks or not text.endswith("\n"):
+        what = "has no blocks" if not blocks else "is cut off"
+        raise ConfigError(f"the index {path} {what}; run `tandem index` again")
+    return blocks
+
+
+def _resolved(address: str, folder: Path) -> str:
+    if is_remote(address):
+        check_address(address)
+        return address
+    return str(folder / address)
+
+
+def _read_line(line: str) -> StoredBlock | None:
+    try:
+        values = json.loads(line)
+        block = StoredBlock(*(values[name] for name in FIELDS))
+    except (ValueError, TypeError, KeyError):
+        return None
+    numbers = block[1:]
+    if not isinstance(block.address, str) or not all(type(number) is int for number in numbers):
+        return None
+    return block if min(block.offset, block.length - 1, block.samples - 1, block.crc32) >= 0 else None

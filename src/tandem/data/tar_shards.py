@@ -1,0 +1,276 @@
+"""Tar shards as a dataset, read block by block: on this machine in place, elsewhere through a block cache."""
+
+import math
+import os
+import tempfile
+import weakref
+import zlib
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, get_worker_info
+
+from tandem.data.block_cache import BlockCache
+from tandem.data.block_fetcher import BlockFetcher, SharedStatus
+from tandem.data.ranges import is_remote
+from tandem.data.tar_index import StoredBlock, TarSample, read_index, samples_of
+from tandem.errors import ConfigError
+from tandem.timeouts import BLOCK_DEADLINE_SECONDS
+
+CACHE_BYTES = 20 * 10**9
+MOST_TABLES = 1024
+"""Blocks whose lists of files stay in memory, about 30 kB for 100 samples."""
+OPEN_BLOCKS = 320
+"""As many blocks does a rank read from at a time, if `hold` does not say: 64 lanes of 5."""
+KEY = "__key__"
+"""The name of a sample's key in its dict, as in WebDataset."""
+
+Decode = Callable[[dict[str, Any]], Any]
+_open: "weakref.WeakSet[TarBlocks]" = weakref.WeakSet()
+"""The datasets of this process that have started a fetching process."""
+_longest_wait = math.inf
+
+
+def limit_waits(hang_seconds: float | None) -> None:
+    """Give up a block before it counts as a hang, which could not say what is wrong; None: no limit."""
+    global _longest_wait
+    _longest_wait = math.inf if hang_seconds is None else hang_seconds / 2
+
+
+def open_caches() -> "list[TarBlocks]":
+    """Return the datasets of this process that have started a fetching process."""
+    return list(_open)
+
+
+class _Place(NamedTuple):
+    """Where a block is on this machine: `offset` in the file at `path`."""
+
+    path: Path
+    offset: int
+    is_cached: bool
+
+
+class TarBlocks(Dataset[Any]):
+    """The samples of the tar shards in an index, in its order.
+
+    A sample is what `decode` returns for a dict of the key (`__key__`) and {extension: bytes}; without
+    `decode`, that dict.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[StoredBlock],
+        decode: Decode | None,
+        cache_dir: Path,
+        cache_bytes: int,
+        deadline: float,
+    ) -> None:
+        self.blocks = blocks
+        self.decode = decode
+        self.cache_dir = cache_dir
+        self.cache_bytes = cache_bytes
+        self.deadline = deadline
+        self._ends = list(accumulate(block.samples for block in blocks))
+        self._open_blocks = OPEN_BLOCKS
+        self._next: dict[int, None] = {}
+        """The blocks that were announced last, in order."""
+        self._tables: OrderedDict[int, list[TarSample]] = OrderedDict()
+        self._cache: BlockCache | None = None
+        self._fetcher: BlockFetcher | None = None
+
+    def block_sizes(self) -> list[int]:
+        """Return the number of samples of each block, in order."""
+        return [block.samples for block in self.blocks]
+
+    def will_need(self, blocks: Sequence[int]) -> None:
+        """Read these blocks ahead, in this order, after those of the last call.
+
+        Raises the error that has ended the fetching process, if there is one.
+        """
+        remote = [number for number in dict.fromkeys(blocks) if is_remote(self.blocks[number].address)]
+        for number in remote:
+            self._next.pop(number, None)
+            self._next[number] = None
+        # Those announced long ago have been read. Of what the cache cannot hold, the oldest goes first.
+        size = sum(self.blocks[number].length for number in self._next)
+        most = 2 * self._open_blocks + len(remote)
+        while len(self._next) > most or (size > self.cache_bytes * 3 // 4 and len(self._next) > len(remote)):
+            number = next(iter(self._next))
+            size -= self.blocks[number].length
+            del self._next[number]
+        if self._next:
+            self._started().read_next(tuple(self._next), self.blocks)
+
+    def hold(self, blocks: int, processes: int) -> None:
+        """Prepare for reads from so many blocks at a time. Raises ConfigError if the cache is too small."""
+        self._open_blocks = blocks
+        lengths = sorted((block.length for block in self.blocks if is_remote(block.address)), reverse=True)
+        if (needed := sum(lengths[:blocks])) > self.cache_bytes:
+            raise ConfigError(
+                f"tar_blocks(): cache_bytes: invalid value {self.cache_bytes:,}; expected at least "
+                f"{needed:,}, because a rank reads from {blocks} blocks at a time"
+            )
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int] | Tensor) -> list[Any]:
+        chosen: list[int] = torch.as_tensor(indices).tolist()
+        of_block: dict[int, list[tuple[int, int]]] = {}
+        for position, index in enumerate(chosen):
+            place = index + len(self) if index < 0 else index
+            if not 0 <= place < len(self):
+                raise IndexError(f"no sample {index}; there are {len(self)}")
+            number = bisect_right(self._ends, place)
+            first = self._ends[number] - self.blocks[number].samples
+            of_block.setdefault(number, []).append((position, place - first))
+        found: list[Any] = [None] * len(chosen)
+        for number, wanted in of_block.items():
+            samples = self._read(number, [sample for _, sample in wanted])
+            for (position, _), sample in zip(wanted, samples, strict=True):
+                found[position] = sample
+        # In the order of the batch, because `decode` may draw random numbers.
+        return found if self.decode is None else [self.decode(sample) for sample in found]
+
+    def __getstate__(self) -> Mapping[str, Any]:
+        # Another process starts its own.
+        return {**self.__dict__, "_cache": None, "_fetcher": None, "_tables": OrderedDict(), "_next": {}}
+
+    def status(self) -> SharedStatus | None:
+        """Return the counters of the fetching process; None if there is none yet."""
+        return None if self._fetcher is None else self._fetcher.status
+
+    def close(self) -> None:
+        """End the fetching process."""
+        if self._fetcher is not None:
+            self._fetcher.close()
+            self._fetcher = None
+
+    def _started(self) -> BlockFetcher:
+        if self._fetcher is None:
+            self._cache = BlockCache(self.cache_dir, self.cache_bytes)
+            self._fetcher = BlockFetcher(self._cache, min(self.deadline, _longest_wait))
+            _open.add(self)
+        return self._fetcher
+
+    def _read(self, number: int, samples: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the samples with these numbers in a block, not decoded."""
+        table = self._table(number)
+        with self._opened(number) as (descriptor, offset):
+            return [_sample(descriptor, offset, table[each]) for each in samples]
+
+    def _table(self, number: int) -> list[TarSample]:
+        """Return the files of a block's samples, after its CRC-32 was checked once."""
+        if number in self._tables:
+            self._tables.move_to_end(number)
+            return self._tables[number]
+        block = self.blocks[number]
+        with self._opened(number) as (descriptor, offset):
+            raw = os.pread(descriptor, block.length, offset)
+        if len(raw) != block.length or zlib.crc32(raw) != block.crc32:
+            raise ConfigError(f"{block}: {self._what_differs(block)}")
+        try:
+            table = samples_of(raw)
+        except ValueError as error:
+            raise ConfigError(f"{block}: {error}; run `tandem index` again") from error
+        if len(table) != block.samples:
+            raise ConfigError(
+                f"{block}: expected {block.samples} samples, got {len(table)}; run `tandem index` again"
+            )
+        if len(self._tables) >= max(MOST_TABLES, 2 * self._open_blocks):
+            self._tables.popitem(last=False)
+        self._tables[number] = table
+        return table
+
+    def _what_differs(self, block: StoredBlock) -> str:
+        """Return what is wrong with a block, and remove it from the cache."""
+        if not is_remote(block.address):
+            return "the file has changed since it was indexed; run `tandem index` again"
+        assert self._cache is not None
+        self._cache.discard(self._cache.path(block))
+        return f"its file in the cache {self.cache_dir} was damaged, and is removed; start again"
+
+    @contextmanager
+    def _opened(self, number: int) -> Iterator[tuple[int, int]]:
+        """Open the file with a block: its descriptor, and the first byte of the block in it."""
+        place = self._place(number)
+        try:
+            descriptor = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            if not is_remote(self.blocks[number].address):
+                raise ConfigError(f"cannot read {place.path}: there is no such file") from None
+            with self._opened(number) as found:  # evicted since it was seen
+                yield found
+            return
+        except OSError as error:
+            raise ConfigError(f"cannot read {place.path}: {error.strerror or error}") from error
+        try:
+            if place.is_cached:
+                os.utime(descriptor)  # the least recently used is evicted first
+            yield descriptor, place.offset
+        finally:
+            os.close(descriptor)
+
+    def _place(self, number: int) -> _Place:
+        block = self.blocks[number]
+        if not is_remote(block.address):
+            return _Place(Path(block.address), block.offset, False)
+        worker = get_worker_info()
+        path = self._started().wait_for(block, 0 if worker is None else worker.id + 1)
+        return _Place(path, 0, True)
+
+
+def _sample(descriptor: int, offset: int, sample: TarSample) -> dict[str, Any]:
+    """Return the files of a sample by extension: one read, because they are next to each other."""
+    _, start, _ = sample.files[0]
+    _, last, size = sample.files[-1]
+    raw = os.pread(descriptor, last + size - start, offset + start)
+    found: dict[str, Any] = {KEY: sample.key}
+    for extension, begin, length in sample.files:
+        found[extension] = raw[begin - start : begin - start + length]
+    return found
+
+
+def tar_blocks(
+    index: str | os.PathLike[str],
+    decode: Decode | None = None,
+    *,
+    cache_dir: str | os.PathLike[str] | None = None,
+    cache_bytes: int = CACHE_BYTES,
+    deadline: float = BLOCK_DEADLINE_SECONDS,
+) -> TarBlocks:
+    """Return the tar shards of an index as a dataset; `tandem index` writes the index.
+
+    Args: decode: makes a sample of a dict of the key (`__key__`) and {extension: bytes}. cache_dir: the
+    folder for blocks that are not on this machine, shared by all ranks of a node; by default in the folder
+    for temporary files. cache_bytes: the most that it takes. deadline: seconds of failed attempts to read a
+    block until the run ends.
+
+    Raises ConfigError for an index that is missing or damaged, and for a cache that is too small.
+    """
+    blocks = read_index(Path(index))
+    if deadline <= 0:
+        raise ConfigError(f"tar_blocks(): deadline: invalid value {deadline}; expected seconds > 0")
+    largest = max((block.length for block in blocks if is_remote(block.address)), default=0)
+    if cache_bytes < 2 * largest:
+        raise ConfigError(
+            f"tar_blocks(): cache_bytes: invalid value {cache_bytes:,}; "
+            f"expected at least {2 * largest:,}, twice the largest block"
+        )
+    folder = Path(cache_dir) if cache_dir is not None else default_folder()
+    return TarBlocks(blocks, decode, folder.absolute(), cache_bytes, deadline)
+
+
+def default_folder() -> Path:
+    """Return the folder for blocks if none is given: one for each user."""
+    return Path(tempfile.gettempdir()) / f"tandem-blocks-{os.getuid()}"

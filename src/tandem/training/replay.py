@@ -1,0 +1,355 @@
+"""Compute a micro-batch again on another rank, before its step counts, to find a rank that computes wrongly.
+
+Seeds depend on positions alone, so any rank can repeat the work of another bit for bit. A comparison of
+replicas cannot find a wrong gradient: the mean over ranks puts it into all of them alike. See
+docs/architecture.md#the-replay-check.
+"""
+
+import io
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tandem.config.slices import ComputeConfig
+from tandem.data.loader import mapped, tensors_of
+from tandem.data.seeds import seed_micro_step
+from tandem.distributed.group import ProcessGroup, has_buffers_beside_batchnorm
+from tandem.distributed.strategy import Strategy
+from tandem.errors import ConfigError, ReplayMismatchError
+from tandem.schedule import Cadence
+from tandem.telemetry import metrics
+from tandem.telemetry.recorder import Recorder
+from tandem.training.buffers import KeptBuffers, buffers_kept
+from tandem.training.replicas import checksum
+
+log = logging.getLogger("tandem.run")
+
+COST = 0.01
+"""Largest part of the time for `--replay-check auto`."""
+SHORTEST_SECONDS = 30.0
+"""Shortest interval for `--replay-check auto`."""
+
+Sums = list[int]
+"""One checksum per parameter; 0 if it has no gradient."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank computed in a check: checksums of its own gradients, of its state, and of others' work.
+
+    `replays`: (the rank whose micro-batch it was, checksums), in the order of the rounds.
+    """
+
+    own: Sums
+    state: Sums
+    replays: list[tuple[int, Sums]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The ranks that computed wrongly, each with the first tensor that shows it.
+
+    `is_certain` is False if no two ranks agree, or two ranks stand against each other.
+    """
+
+    wrong: Mapping[int, str]
+    is_certain: bool = True
+
+
+class ReplayCheck:
+    """Checks the steps before which `check_next_step` was called."""
+
+    def __init__(
+        self,
+        world: ProcessGroup,
+        module: nn.Module,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        seed: int,
+        recorder: Recorder,
+    ) -> None:
+        self.is_due = False
+        self.on_cost: Callable[[float], None] = lambda seconds: None
+        """Receives the seconds that each check took."""
+        self._world = world
+        self._module = module
+        self._model = model
+        self._optimizer = optimizer
+        self._seed = seed
+        self._recorder = recorder
+        self._buffers = KeptBuffers(model.modules)
+        self._names = [name for name, p in model.named_parameters() if p.requires_grad]
+        self._gradients: dict[int, Tensor] = {}
+        self._number = 0
+        self._last_clean: int | None = None
+
+    def check_next_step(self) -> None:
+        """Make the next step a checked one; all ranks call this after the same step."""
+        self.is_due = True
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record this rank's gradients of a micro-batch, before DDP reduces them."""
+        if has_buffers_beside_batchnorm(self._model):
+            # DDP gives all ranks rank 0's at the forward pass. A copy from before it would have other values.
+            self._world.broadcast_buffers(self._model)
+        self._buffers.keep()
+        self._gradients.clear()
+        # torch calls these hooks as soon as a gradient has been added, and DDP's after them.
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                partial(self._record, index)
+            )
+            for index, parameter in enumerate(self._trained())
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _record(self, index: int, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self._gradients[index] = _sum_of(parameter.grad)
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for p in self._model.parameters() if p.requires_grad]
+
+    def compare(self, step: int, batch: Any, scale: Tensor) -> None:
+        """Repeat micro-batch 0 of `step` on other ranks. All ranks call this before the optimizer's step.
+
+        Raises ReplayMismatchError on all ranks, naming the rank, its node, its device and a tensor.
+        """
+        began = time.monotonic()
+        self.is_due = False
+        zero = torch.zeros((), dtype=torch.int64, device=self._world.device)
+        # With --devices-per-rank, the gradients of one rank are on several GPUs.
+        own = [self._gradients.get(index, zero).to(zero.device) for index in range(len(self._names))]
+        state = [_sum_of(each).to(zero.device) for _, each in self._state()]
+        report = Report(torch.stack(own).tolist(), torch.stack(state).tolist())
+        first, second = shifts(self._number, self._world.size)
+        self._number += 1
+        self._repeat(report, step, batch, scale, first)
+        summary = [hash_of(report.own), hash_of(report.state), hash_of(report.replays[0][1])]
+        if is_clean(self._world.gather_json(summary), first):
+            self._last_clean = step
+            self.on_cost(time.monotonic() - began)
+            return
+        self._repeat(report, step, batch, scale, second)
+        reports = [
+            Report(each["own"], each["state"], [(rank, sums) for rank, sums in each["replays"]])
+            for each in self._world.gather_json(vars(report))
+        ]
+        self._raise(step, judge(reports, self._names, [name for name, _ in self._state()]))
+
+    def _repeat(self, report: Report, step: int, batch: Any, scale: Tensor, shift: int) -> None:
+        """Compute the gradients of the rank `shift` after this one, and add their checksums to the report."""
+        owner = (self._world.rank + shift) % self._world.size
+        theirs = rotated(self._world, batch, shift)
+        parameters = self._trained()
+        with buffers_kept(self._model):
+            self._buffers.put_back()
+            seed_micro_step(self._seed, step, 0, owner)
+            loss, _ = self._module(theirs)
+            found = torch.autograd.grad(loss * scale, parameters, allow_unused=True)
+        zero = torch.zeros((), dtype=torch.int64, device=self._world.device)
+        sums = torch.stack([zero if each is None else _sum_of(each).to(zero.device) for each in found])
+        report.replays.append((owner, sums.tolist()))
+
+    def _state(self) -> list[tuple[str, Tensor]]:
+        """Return parameters and optimizer state, which are equal on all ranks before a step, with names."""
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        state: list[tuple[str, Tensor]] = [*self._model.named_parameters()]
+        for parameter, values in self._optimizer.state.items():
+            for key, value in sorted(values.items()):
+                if isinstance(value, Tensor):
+                    state.append((f"{key} of {names.get(id(parameter), 'a parameter')}", value))
+        return state
+
+    def _raise(self, step: int, verdict: Verdict) -> None:
+        if not verdict.is_certain and self._last_clean is None and len(verdict.wrong) == self._world.size > 2:
+            raise ConfigError(
+                "--replay-check: each rank gets other bits from the same micro-batch, so the loss is not "
+                "repeatable; draw random numbers from torch's generators, or use --replay-check never"
+            )
+        position = self._world.position
+        device = str(self._world.device)
+        places = self._world.gather_json(
+            {"node": f"node {position.node_rank} ({position.node_name})", "device": device}
+        )
+        found = [{"rank": rank, **places[rank], "tensor": name} for rank, name in verdict.wrong.items()]
+        self._recorder.event(
+            "replay_mismatch", step=step, ranks=found, certain=verdict.is_certain, clean=self._last_clean
+        )
+        self._recorder.samples(metrics.REPLAY_MISMATCHES.inc(len(found)))
+        named = " or ".join(
+            "rank {rank} on {node}, {device}, first in {tensor}".format(**one) for one in found
+        )
+        if verdict.is_certain:
+            named = named.replace(" or rank ", "; rank ")
+        clean = self._last_clean
+        good = f"of step {clean} or before" if clean is not None else "from before this launch"
+        raise ReplayMismatchError(
+            f"step {step + 1} does not count: another rank got different bits from the same micro-batch; "
+            f"{'wrong' if verdict.is_certain else 'one of these is wrong, or the loss is not repeatable'}: "
+            f"{named}; leave that machine out, and resume from a checkpoint {good} with --resume PATH@STEP"
+        )
+
+
+def replay_every(text: str) -> str:
+    """Resolve `--replay-check auto` to the first interval; see `lengthen`."""
+    return f"{SHORTEST_SECONDS:g}s" if text == "auto" else text
+
+
+def lengthen(cadences: MutableMapping[str, Cadence], seconds: float) -> None:
+    """Set the interval of `--replay-check auto` after a check that took `seconds`.
+
+    Only rank 0's interval counts, because it decides what is due by the clock.
+    """
+    cadences["replay"] = Cadence(max(SHORTEST_SECONDS, seconds / COST), "seconds")
+
+
+def shifts(number: int, size: int) -> tuple[int, int]:
+    """Return how far after itself each rank takes work in check `number`, and in the round that decides.
+
+    The second round brings a third rank, or repeats the work where it was done first.
+    """
+    if size <= 2:  # alone, a rank shows only faults that pass
+        return size - 1, 0
+    others = size - 1
+    first = 1 + number % others
+    return first, first % others + 1
+
+
+def is_clean(summaries: Sequence[Sequence[int]], shift: int) -> bool:
+    """Return whether all ranks agree, given [own gradients, state, replayed gradients] of each."""
+    size = len(summaries)
+    same_state = len({state for _, state, _ in summaries}) == 1
+    return same_state and all(
+        summaries[(rank + shift) % size][0] == replayed for rank, (_, _, replayed) in enumerate(summaries)
+    )
+
+
+def judge(reports: Sequence[Report], names: Sequence[str], state_names: Sequence[str]) -> Verdict:
+    """Find the ranks whose results differ from those of two or more other computations of the same work.
+
+    A majority needs two different ranks, because a broken one may repeat its own fault.
+    """
+    cases = [("", state_names, [(rank, report.state) for rank, report in enumerate(reports)])]
+    for owner, report in enumerate(reports):
+        repeats = [
+            (rank, sums)
+            for rank, other in enumerate(reports)
+            for replayed, sums in other.replays
+            if replayed == owner
+        ]
+        cases.append(("the gradient of ", names, [(owner, report.own), *repeats]))
+    wrong: dict[int, str] = {}
+    unsure: dict[int, str] = {}
+    for prefix, tensors, votes in cases:
+        right, is_sure = _majority(votes)
+        for rank, sums in votes:
+            if (not is_sure and len({hash_of(each) for _, each in votes}) > 1) or sums != right:
+                reference = right if sums != right else next(s for _, s in votes if s != sums)
+                at = next(i for i, (a, b) in enumerate(zip(sums, reference, strict=True)) if a != b)
+                (wrong if is_sure else unsure).setdefault(rank, prefix + tensors[at])
+    return Verdict(wrong) if wrong else Verdict(unsure, is_certain=False)
+
+
+def _majority(votes: Sequence[tuple[int, Sums]]) -> tuple[Sums, bool]:
+    """Return the result that most ranks have, and whether that is more than any other has."""
+    ranks: dict[int, set[int]] = {}
+    for rank, sums in votes:
+        ranks.setdefault(hash_of(sums), set()).add(rank)
+    counts = Counter({value: len(each) for value, each in ranks.items()})
+    (value, most), *rest = counts.most_common(2)
+    right = next(sums for _, sums in votes if hash_of(sums) == value)
+    is_sure = not rest or (most > 1 and most > rest[0][1])
+    return right, is_sure
+
+
+def hash_of(sums: Sums) -> int:
+    """Return one number for a list of checksums."""
+    return int(checksum(torch.tensor(sums or [0])))
+
+
+def _sum_of(tensor: Tensor) -> Tensor:
+    """Return the checksum of a gradient's or a state's bytes; 0.0 and -0.0 count as equal.
+
+    A first gradient is added to zeros, which turns -0.0 into 0.0, or is kept as it is.
+    """
+    tensor = tensor.detach()
+    if tensor.is_sparse:
+        tensor = tensor.coalesce()
+        return checksum(tensor.values() + 0.0) + checksum(tensor.indices())
+    return checksum(tensor + 0 if tensor.is_floating_point() else tensor)
+
+
+def rotated(world: ProcessGroup, batch: Any, shift: int) -> Any:
+    """Return the batch of the rank `shift` after this one, on the device; each rank passes its own.
+
+    Raises ConfigError on all ranks if batches have parts besides tensors in which ranks differ.
+    """
+    if shift == 0:
+        return batch
+    payload = io.BytesIO()
+    own = None if batch is None else [tensor.cpu() for tensor in tensors_of(batch)]
+    torch.save({"tensors": own, "rest": rest_of(batch)}, payload)
+    raw = world.rotate_bytes(payload.getvalue(), shift)
+    received = torch.load(io.BytesIO(raw), weights_only=True)
+    theirs = received["tensors"]
+    # The structure and everything besides tensors come from this rank's own batch.
+    fits = theirs is None or (
+        own is not None and len(own) == len(theirs) and received["rest"] == rest_of(batch)
+    )
+    if any(world.gather(int(not fits))):
+        raise ConfigError(
+            "--replay-check: the batches of ranks differ in more than tensors, so no rank can repeat "
+            "the work of another; return tensors only, or use --replay-check never"
+        )
+    if theirs is None:
+        return None
+    left = iter(theirs)
+    return mapped(batch, lambda tensor: next(left).to(tensor.device))
+
+
+def rest_of(batch: Any) -> str:
+    """Describe everything in a batch but its tensors' values: structure, types and other values."""
+    return repr(mapped(batch, lambda tensor: torch.empty(0, dtype=tensor.dtype)))
+
+
+def check_possible(
+    compute: ComputeConfig, world: ProcessGroup, strategy: Strategy, model: nn.Module, may_miss_ranks: bool
+) -> None:
+    """Raise ConfigError where equal work need not give equal bits. All ranks call this."""
+    reason = ""
+    if may_miss_ranks:
+        reason = "some ranks may have no samples in a step, and no work to exchange"
+    elif strategy.shards_parameters:
+        reason = f"--strategy {compute.strategy} has no rank with a whole model; use --strategy ddp"
+    elif compute.compile is not None:
+        reason = "--compile may give a repeated step other kernels; remove it"
+    elif compute.sync_batchnorm or any(isinstance(each, nn.SyncBatchNorm) for each in model.modules()):
+        reason = "SyncBatchNorm waits for all ranks inside a step, so no rank can repeat it alone"
+    elif world.device.type == "cuda" and not compute.deterministic:
+        reason = "kernels on GPUs need not repeat their bits; add --deterministic"
+    if not reason and len(kinds := {str(each) for each in world.gather_json(_kernels(world.device))}) > 1:
+        reason = f"the ranks compute on different machines: {', '.join(sorted(kinds))}"
+    if reason:
+        raise ConfigError(f"--replay-check: {reason}, or use --replay-check never")
+
+
+def _kernels(device: torch.device) -> str:
+    """Return what decides which kernels run on this rank, and in which order they add."""
+    if device.type == "cuda":
+        return f"torch {torch.__version__} on {torch.cuda.get_device_name(device)}"
+    threads = torch.get_num_threads()
+    return f"torch {torch.__version__} with {threads} threads on {torch.backends.cpu.get_cpu_capability()}"

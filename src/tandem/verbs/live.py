@@ -1,0 +1,106 @@
+"""The verbs that look inside the ranks of a running run. They import what they need when they are called."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tandem.errors import FAILED, FINISHED
+from tandem.verbs.verb import Environment, Verb
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from tandem.config import Parser
+
+
+def _ask(options: "Namespace", action: str, asked: Mapping[str, float]) -> dict[str, Any]:
+    from tandem.launch.inspection_socket import ask
+    from tandem.run.directory import RunDir
+
+    return ask(RunDir(options.run_dir), action, asked)
+
+
+def _code(result: Mapping[str, Any]) -> int:
+    """Return 1 if a rank gave no answer."""
+    return FAILED if any(row.get("error") for row in result["answers"]) else FINISHED
+
+
+def stacks(options: "Namespace", environ: Environment) -> int:
+    """Print where every rank is; return 1 if one gave no stack."""
+    from tandem.log import printable
+    from tandem.report.inspected import stacks_text
+
+    result = _ask(options, "stacks", {"native": 1} if options.native else {})
+    # A script may name its functions and threads as it likes.
+    print("\n".join(map(printable, stacks_text(result, options.all_threads).split("\n"))))
+    return _code(result)
+
+
+def stacks_options(parser: "Parser") -> None:
+    _run_argument(parser)
+    parser.option("--all-threads", bool, "show all threads of each rank, not only the main thread")
+    text = "add native frames by py-spy, if it is installed; it stops each rank for about a second"
+    parser.option("--native", bool, text)
+
+
+def profile(options: "Namespace", environ: Environment) -> int:
+    """Record the next steps of all ranks, and print where the trace is; return 1 if a rank gave none."""
+    from tandem.log import printable
+    from tandem.report.inspected import profile_text
+
+    result = _ask(options, "profile", {"steps": options.steps})
+    print("\n".join(map(printable, profile_text(result).split("\n"))))
+    return _code(result)
+
+
+def profile_options(parser: "Parser") -> None:
+    from tandem.config import Count
+
+    _run_argument(parser)
+    parser.option("--steps", Count, "number of steps to record", 5)
+
+
+def memory(options: "Namespace", environ: Environment) -> int:
+    """Print what the memory of every rank holds; return 1 if one gave no answer."""
+    from tandem.log import printable
+    from tandem.report.inspected import memory_text
+
+    result = _ask(options, "memory", {"seconds": options.seconds})
+    print("\n".join(map(printable, memory_text(result).split("\n"))))
+    return _code(result)
+
+
+def memory_options(parser: "Parser") -> None:
+    from tandem.config import Count
+
+    _run_argument(parser)
+    parser.option("--seconds", Count, "how long to watch allocations; this slows Python on CPU ranks", 3)
+
+
+def _run_argument(parser: "Parser") -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory of a running run")
+
+
+VERBS: Mapping[str, Verb] = {
+    "stacks": Verb(
+        stacks,
+        "RUN_DIR [--all-threads] [--native]",
+        "show where every rank of a running run is: file and line",
+        stacks_options,
+        takes_settings=False,
+    ),
+    "profile": Verb(
+        profile,
+        "RUN_DIR [--steps N]",
+        "record the next steps of all ranks of a running run in one trace",
+        profile_options,
+        takes_settings=False,
+    ),
+    "memory": Verb(
+        memory,
+        "RUN_DIR [--seconds N]",
+        "show what the memory of every rank of a running run holds",
+        memory_options,
+        takes_settings=False,
+    ),
+}
