@@ -1,4 +1,5 @@
 """Starts `python -m tandem` as a fork of a process that has imported torch: most of such a program's time.
+So does `Forked` a script for the audit, `[sys.executable, "FILE.py", ...]`.
 
 Such a process shares with others the modules of other packages, and the seed of hashes; tandem's own are
 imported in each. A program whose environment has a say in what an import does starts as a new interpreter,
@@ -207,4 +208,18 @@ def run(words: list[str], cwd: str, environ: dict[str, str], fds: list[int]) -> 
     import runpy
 
     run: Any = runpy
+    if words[1] != "-m":
+        _observe(environ)
+        sys.argv = words[1:]
+        runpy.run_path(words[1], run_name="__main__")
+        return
     run._run_module_as_main("tandem")
+
+
+def _observe(environ: Mapping[str, str]) -> None:
+    """Install what the audit's sitecustomize would have installed when the script imports torch."""
+    import torch
+
+    from tandem.verify.audit_observer import FOLDER, install
+
+    install(torch, environ[FOLDER])

@@ -278,6 +278,12 @@ STEP_POLL_SECONDS = 0.001
 """Between two checks for the step at which to kill: a step of the smallest task takes 3 ms."""
 END_POLL_SECONDS = 0.05
 """Between two checks whether a run has ended."""
+AUDIT_POLL_SECONDS = 0.005
+"""Between two looks at the files and steps of an audited program, to kill it at a chosen step."""
+RANK_KILLED_SECONDS = 60.0
+"""After one rank of an audited program was killed: until its launcher has ended the others."""
+SHORTEST_RESTART_SECONDS = 60.0
+"""A restart of an audited program may take this long, even if an uninterrupted run takes a second."""
 CHECK_SAYS_SECONDS = 10.0
 """`check` reports that a part is still running after this long without a line."""
 CHECK_SECONDS = 600.0

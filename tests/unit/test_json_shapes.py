@@ -127,6 +127,18 @@ def of_verify_resume(folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     return found
 
 
+def of_audit(folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    from tandem.verify.audit import DIFFERS, EXACT, Asked, Trial, Verdict
+    from tandem.verify.audit_kinds import Finding
+
+    finding = Finding("schedule", "0.1 instead of 0.01 at step 4", 4)
+    bad = Trial([3], [4, None], "loss differs", 4.0, [finding])
+    asked = Asked(["python", "train.py"])
+    good = Verdict(EXACT, None, [Trial([3], [4], None)]).as_json(asked)
+    vague = Verdict(DIFFERS, "why", [bad], [(Finding("ema", "differs"), 1), (finding, 1)]).as_json(asked)
+    return [vague, good]
+
+
 VERBS: dict[str, Callable[[Path, pytest.CaptureFixture[str]], Any]] = {
     "runs": of_runs,
     "checkpoints": of_checkpoints,
@@ -138,11 +150,13 @@ VERBS: dict[str, Callable[[Path, pytest.CaptureFixture[str]], Any]] = {
     "check": of_check,
     "verify-resume": of_verify_resume,
 }
+COMMANDS = {"verify-resume-command": of_audit}
+"""What a verb prints for another kind of target."""
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", [*VERBS, *COMMANDS])
 def test_the_shape_is_the_golden_one(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = VERBS[verb](tmp_path, capsys)
+    found = {**VERBS, **COMMANDS}[verb](tmp_path, capsys)
     found = merged([shape(each) for each in found]) if isinstance(found, list) else shape(found)
     golden = (GOLDEN / f"{verb}.json").read_text()
     assert found == json.loads(golden), json.dumps(found, indent=2)
@@ -151,7 +165,7 @@ def test_the_shape_is_the_golden_one(verb: str, tmp_path: Path, capsys: pytest.C
 
 def test_every_verb_with_json_has_a_golden_file() -> None:
     with_json = {verb for verb in cli.VERBS if "--json" in cli.parser_of(verb)._option_string_actions}
-    assert with_json == set(VERBS) == {path.stem for path in GOLDEN.glob("*.json")}
+    assert with_json == set(VERBS) == {path.stem for path in GOLDEN.glob("*.json")} - set(COMMANDS)
 
 
 @pytest.mark.parametrize("verb", sorted(VERBS))

@@ -92,6 +92,7 @@ EXAMPLES: Mapping[str, Mapping[str, str]] = {
     "verify-resume": {
         "tandem verify-resume --task my_task.py:MyTask --nproc 2": "your own task",
         "tandem verify-resume --nproc 2 train.py --lr 0.1": "a script with its own training loop",
+        "tandem verify-resume --kills 5 -- python train.py --lr 0.1": "any program, without tandem",
     },
     "check": {
         "tandem check my_task.py": "the only task in that file",

@@ -74,11 +74,6 @@ def to_verify(script: str | None, program: Program | None, flags: Mapping[str, G
                 f"it: {verb} [settings] {script} ARGUMENTS"
             )
         program = Program("script", script, own)
-    elif program is not None and program.kind == "command":
-        raise ConfigError(
-            f"-- {program.target}: {verb} runs a script or a task, not a command; "
-            f"use {verb} [settings] train.py ARGUMENTS"
-        )
     if program is not None:
         check(program, flags, verb)
     return program

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from tandem.config import Parser, Settings
     from tandem.config.sources import Loaded
+    from tandem.script.job import Program
 
 CHECK = (
     "check: {task}, 2 ranks on CPUs: two short runs, a comparison of the ranks, and a killed run; "
@@ -47,6 +48,8 @@ def verify_resume(options: "Namespace", environ: Environment) -> int:
 
     # A mistake in the script's arguments is reported before the settings are read.
     script = to_verify(options.script, options.program, options.given)
+    if script is not None and script.kind == "command":
+        return _audit(options, script, environ)
     trials = options.trials or checked(Count, "TANDEM_TRIALS", environ.get("TANDEM_TRIALS") or "3")
     settings = _announce_code(resolve(options.given, environ))
     environ = _on_this_host("verify-resume", environ)
@@ -60,6 +63,39 @@ def verify_resume(options: "Namespace", environ: Environment) -> int:
     if options.json:
         print_json(found)
     return code
+
+
+def _audit(options: "Namespace", program: "Program", environ: Environment) -> int:
+    """Audit a command that needs no tandem. Raises ConfigError."""
+    import re
+
+    from tandem.config import Count, checked
+    from tandem.signals import StopFlag
+
+    for given in options.given.values():
+        if given.name != "--nproc":
+            raise ConfigError(f"{given.name} has no effect on a command; its own arguments follow {program}")
+    if options.trials:
+        raise ConfigError("--trials has no effect on a command; use --kills")
+    nproc = checked(Count, "--nproc", options.given["nproc"].text) if options.given else 1
+    try:
+        pattern = re.compile(options.log, re.MULTILINE) if options.log else None
+    except re.error as error:
+        raise ConfigError(
+            f"--log: {options.log!r} is no regular expression: {error}; "
+            r"expected a pattern such as 'step (?P<step>\d+) loss (?P<loss>\S+)'"
+        ) from error
+    stop = StopFlag().install()
+    # Imported after the flag is installed: a signal during slow imports must count as a stop.
+    from tandem.verify.audit import Asked, audit
+
+    command = (program.target, *program.arguments)
+    one = options.kill == "rank"
+    asked = Asked(command, options.launcher, nproc, options.kills, options.outputs, pattern, one)
+    found = audit(asked, environ, stop, _printer(options.json))
+    if options.json:
+        print_json(found.as_json(asked))
+    return found.exit_code
 
 
 def _printer(as_json: bool) -> Callable[[str], None]:
@@ -93,6 +129,15 @@ def verify_resume_options(parser: "Parser") -> None:
     parser.add_argument(
         "--script", metavar="FILE", help="the same as the script as a word; its arguments follow --"
     )
+    text = "after -- COMMAND, a program without tandem: what starts it; default none"
+    parser.add_argument("--launcher", choices=("none", "torchrun", "accelerate"), default="none", help=text)
+    parser.option("--kills", Count, "after -- COMMAND: number of runs to kill", 3)
+    text = "after -- COMMAND: kill all its processes, or one rank; default job"
+    parser.add_argument("--kill", choices=("job", "rank"), default="job", help=text)
+    text = "after -- COMMAND: files to compare, may be repeated; default all that it writes"
+    parser.add_argument("--outputs", metavar="GLOB", action="append", default=[], help=text)
+    text = "after -- COMMAND: regular expression for its log lines, with groups such as (?P<step>...)"
+    parser.add_argument("--log", metavar="PATTERN", help=text)
     parser.option("--json", bool, JSON)
 
 
@@ -221,7 +266,7 @@ VERBS: Mapping[str, Verb] = {
     ),
     "verify-resume": Verb(
         verify_resume,
-        "[settings] [SCRIPT [ARGUMENTS]]",
+        "[settings] [SCRIPT [ARGUMENTS] | -- COMMAND]",
         "kill a run, resume it, and compare every bit",
         verify_resume_options,
     ),

@@ -145,18 +145,23 @@ class WatchedRun:
 
     def _kill_all(self) -> None:
         if self._process is not None:
-            # Listed before the kill: orphans get another parent and cannot be found below this process.
-            all_below = below(self._process.pid)
-            with suppress(ProcessLookupError):
-                # First kill the process that would restart the others.
-                os.killpg(self._process.pid, signal.SIGKILL)
-            send(signal.SIGKILL, all_below)
-            self._process.wait()
-            # The next launch uses the same run directory, so the killed ranks must not write there any more.
-            deadline = time.monotonic() + KILLED_SECONDS
-            while any(is_alive(each.pid) for each in all_below) and time.monotonic() < deadline:
-                time.sleep(END_LOOK_SECONDS)
+            kill_tree(self._process)
             self._process = None
+
+
+def kill_tree(process: subprocess.Popen[Any]) -> None:
+    """Kill a process that leads a session, and all its descendants; return when they are gone."""
+    # Listed before the kill: orphans get another parent and cannot be found below this process.
+    all_below = below(process.pid)
+    with suppress(ProcessLookupError):
+        # First kill the process that would restart the others.
+        os.killpg(process.pid, signal.SIGKILL)
+    send(signal.SIGKILL, all_below)
+    process.wait()
+    # The next launch uses the same directory, so the killed processes must not write there any more.
+    deadline = time.monotonic() + KILLED_SECONDS
+    while any(is_alive(each.pid) for each in all_below) and time.monotonic() < deadline:
+        time.sleep(END_LOOK_SECONDS)
 
 
 def rank_processes(launch: int) -> dict[int, int]:
