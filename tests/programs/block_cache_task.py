@@ -25,9 +25,7 @@ class Small:
 
     def build_datasets(self):
         cache = Path(self.index).absolute().parent / "cache"
-        return tandem.Datasets(
-            tar_blocks(self.index, decoded, cache_dir=cache, deadline=self.deadline), None
-        )
+        return tandem.Datasets(tar_blocks(self.index, decoded, cache_dir=cache, deadline=self.deadline), None)
 
     def loss(self, model, batch):
         time.sleep(self.delay)

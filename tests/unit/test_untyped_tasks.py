@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from patience import patient
+from tandem.checkpoint.state import serialize
 from tandem.checkpoint.store import CheckpointStore
 from tandem.cli import run
 from tandem.config import Settings, resolve
@@ -43,7 +44,7 @@ def write_task(path: Path, marker: Path) -> Path:
 def a_run(folder: Path, task: str) -> Path:
     """A run with one checkpoint that names `task`."""
     settings = {**Settings().to_dict(), "task": task}
-    CheckpointStore(folder / "checkpoints").save(5, b"the state", {"settings": settings})
+    CheckpointStore(folder / "checkpoints").save(5, serialize({"step": 5}), {"settings": settings})
     (folder / "config.json").write_text(json.dumps(settings))
     return folder
 
