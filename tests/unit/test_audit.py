@@ -21,7 +21,7 @@ from tandem import cli
 from tandem.errors import ConfigError, RunFailedError
 from tandem.signals import StopFlag
 from tandem.verify import audit_files, audit_logs
-from tandem.verify.audit import DIFFERS, EXACT, UNJUDGED, Asked, Audit, Verdict
+from tandem.verify.audit import DIFFERS, EXACT, UNJUDGED, Asked, Audit, AuditVerdict
 from tandem.verify.audit_compare import Leftovers, Reference
 from tandem.verify.audit_kinds import KINDS, from_logs, from_names
 from tandem.verify.audit_runner import Audited, launched
@@ -53,7 +53,7 @@ def popen(command: list[str], **options: Any) -> Any:
     return Forked(command, text=True, **options)
 
 
-def audited(folder: Path, kind: str, seed: int, kills: int = 1) -> tuple[Verdict, list[str]]:
+def audited(folder: Path, kind: str, seed: int, kills: int = 1) -> tuple[AuditVerdict, list[str]]:
     source = folder / "source"
     source.mkdir()
     shutil.copy(TRAINER, source)

@@ -13,7 +13,7 @@ import pytest
 
 from receivers import Authority, Receiver
 from tandem.report import sender, trainer_status
-from tandem.report.trainer_status import Endpoint, Progress, TrainerStatus, status_of
+from tandem.report.trainer_status import Endpoint, JobProgress, TrainerStatus, status_of
 from tandem.telemetry.messages import Heartbeat, Point, RunStarted, Samples, StepsDone
 
 PAUSE = 0.3
@@ -34,7 +34,7 @@ def of(posted: Any) -> dict[str, Any]:
 
 def test_the_document() -> None:
     left = 7260.4
-    status = status_of(Progress(450, 1000, left, {"loss": 0.234712, "eval/accuracy": math.nan}), 0.0)
+    status = status_of(JobProgress(450, 1000, left, {"loss": 0.234712, "eval/accuracy": math.nan}), 0.0)
     assert status == {"trainerStatus": {
         "progressPercentage": 45, "estimatedRemainingSeconds": 7260,
         "metrics": [
@@ -46,22 +46,22 @@ def test_the_document() -> None:
 
 
 @pytest.mark.parametrize(("progress", "percent", "left"), [
-    (Progress(0, None, None, {}), None, None),  # a script
-    (Progress(0, 100, None, {}), 0, None),
-    (Progress(100, 100, 0.0, {}), 99, 0),  # the last save is still to come
-    (Progress(120, 100, -3.0, {}), 99, 0),
-    (Progress(1, 3, math.inf, {}), 33, None),
-    (Progress(40, 100, 5.0, {}, is_finished=True), 100, 0),  # ended early by the task
-    (Progress(40, None, None, {}, is_finished=True), 100, 0),
+    (JobProgress(0, None, None, {}), None, None),  # a script
+    (JobProgress(0, 100, None, {}), 0, None),
+    (JobProgress(100, 100, 0.0, {}), 99, 0),  # the last save is still to come
+    (JobProgress(120, 100, -3.0, {}), 99, 0),
+    (JobProgress(1, 3, math.inf, {}), 33, None),
+    (JobProgress(40, 100, 5.0, {}, is_finished=True), 100, 0),  # ended early by the task
+    (JobProgress(40, None, None, {}, is_finished=True), 100, 0),
 ])  # fmt: skip
-def test_percentages(progress: Progress, percent: int | None, left: int | None) -> None:
+def test_percentages(progress: JobProgress, percent: int | None, left: int | None) -> None:
     status = status_of(progress, 0.0)["trainerStatus"]
     assert (status.get("progressPercentage"), status.get("estimatedRemainingSeconds")) == (percent, left)
 
 
 def test_many_metrics_are_cut() -> None:
     many = {f"score {number}": 1.0 for number in range(1000)}
-    assert len(status_of(Progress(0, 1, None, many), 0.0)["trainerStatus"]["metrics"]) == 32
+    assert len(status_of(JobProgress(0, 1, None, many), 0.0)["trainerStatus"]["metrics"]) == 32
 
 
 @pytest.mark.parametrize("missing", ["URL", "CA_CERT", "TOKEN", "TLS"])
@@ -193,7 +193,7 @@ def test_a_fault_that_passes_is_counted_and_the_end_arrives(
     if fault.isdigit():
         cluster.receiver.answers = lambda number: 200 if is_over.is_set() else int(fault)
     elif fault == "hang":
-        monkeypatch.setattr(trainer_status.Sender.__init__, "__defaults__", (0.0, True, 0.2))
+        monkeypatch.setattr(trainer_status.HttpSender.__init__, "__defaults__", (0.0, True, 0.2))
         cluster.receiver.answers = lambda number: 200 if is_over.is_set() else 1.0
     elif fault == "no token":
         cluster.token.unlink()

@@ -20,7 +20,7 @@ from tandem.launch.secret import conceal
 from tandem.report import sender
 from tandem.report.about import About
 from tandem.report.notify import NOTIFIED, Notice, Notices, OncePerCause, body_for, key_of
-from tandem.report.sender import Request, Sender
+from tandem.report.sender import HttpSender, Request
 from tandem.telemetry.messages import Event, Heartbeat, Samples
 
 SECRET = "T0123ABCD/B0123ABCD/notASecretOfAnyone99"
@@ -259,7 +259,7 @@ def test_a_request_that_cannot_be_made_ends_no_thread(
     caplog: pytest.LogCaptureFixture, receiver: Receiver
 ) -> None:
     counted: list[Samples] = []
-    sends = Sender("webhook", counted.append, 5)  # type: ignore[arg-type]
+    sends = HttpSender("webhook", counted.append, 5)  # type: ignore[arg-type]
 
     def fails() -> Request:
         raise ValueError(SLACK)

@@ -23,7 +23,7 @@ PARTS = "tandem_parts"
 """The key of this rank's shards in the state that the writer copies."""
 
 
-class Notices(Protocol):
+class ShardNotices(Protocol):
     """What the writer threads of the ranks tell each other, by key."""
 
     def tell(self, key: str, value: object) -> None:
@@ -46,7 +46,7 @@ class ShardedWriter(CheckpointWriter):
         self,
         rank: int,
         ranks: int,
-        notices: Notices,
+        notices: ShardNotices,
         store: CheckpointStore,
         keep: Retention,
         failures_allowed: int,

@@ -9,7 +9,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 
 class StoreNotices:
-    """The `Notices` of a generation. Raises the store's RuntimeError if it is gone."""
+    """The `ShardNotices` of a generation. Raises the store's RuntimeError if it is gone."""
 
     def __init__(self, store: Any) -> None:
         self._store = PrefixStore("tandem-saves", store)

@@ -12,7 +12,7 @@ from typing import Any
 
 from tandem.config.webhook import Webhook
 from tandem.errors import FINISHED, STOPPED
-from tandem.report.sender import Request, Sender
+from tandem.report.sender import HttpSender, Request
 from tandem.telemetry.messages import Event, Heartbeat, Message, Send
 from tandem.timeouts import SAME_CAUSE_SECONDS
 
@@ -107,7 +107,7 @@ class Notices:
         self._hide = hide
         self._delivered = delivered
         self._once = OncePerCause(known)
-        self._sender = Sender("webhook", count, MOST_WAITING)
+        self._sender = HttpSender("webhook", count, MOST_WAITING)
         self._step = 0
         self._recovers_from = _how_the_last_launch_ended(known)
         self._begun = False

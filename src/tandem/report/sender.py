@@ -50,7 +50,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-class Sender:
+class HttpSender:
     """Sends documents to one server, in order, from a thread that begins with the first one.
 
     `to` names the server in the metric and the log. Between two requests there are at least `pause` seconds.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tandem.report.sender import Request, Sender
+from tandem.report.sender import HttpSender, Request
 from tandem.telemetry.messages import Heartbeat, Message, Point, RunStarted, Send, StepsDone
 from tandem.timeouts import TRAINER_SECONDS
 
@@ -44,7 +44,7 @@ class Endpoint(NamedTuple):
         return Request(self.url, body, headers, ssl.create_default_context(cafile=str(self.ca)))
 
 
-class Progress(NamedTuple):
+class JobProgress(NamedTuple):
     """How far a run is. `planned`: None for a script, whose length tandem does not know."""
 
     step: int
@@ -54,7 +54,7 @@ class Progress(NamedTuple):
     is_finished: bool = False
 
 
-def status_of(progress: Progress, now: float) -> dict[str, Any]:
+def status_of(progress: JobProgress, now: float) -> dict[str, Any]:
     """Return the document that the endpoint takes; `now` is Unix time. What is unknown is left out."""
     status: dict[str, Any] = {}
     if progress.is_finished:
@@ -86,7 +86,7 @@ class TrainerStatus:
         self._endpoint = endpoint
         self._batch_size = batch_size
         # In the cluster, a proxy for the outside is never right.
-        self._sender = Sender("trainer", count, most=1, pause=pause, uses_proxy=False)
+        self._sender = HttpSender("trainer", count, most=1, pause=pause, uses_proxy=False)
         self._lock = threading.Lock()
         self._step = 0
         self._planned: int | None = None
@@ -137,7 +137,7 @@ class TrainerStatus:
             left = None
             if self._planned is not None and self._pace > 0:
                 left = (self._planned - self._step) * self._batch_size / self._pace
-            known = Progress(self._step, self._planned, left, dict(self._metrics), self._is_finished)
+            known = JobProgress(self._step, self._planned, left, dict(self._metrics), self._is_finished)
         return self._endpoint.request(status_of(known, time.time()))
 
 

@@ -42,7 +42,7 @@ Sums = list[int]
 
 
 @dataclass(frozen=True)
-class Report:
+class RepeatReport:
     """What a rank computed in a check: checksums of its own gradients, of its state, and of others' work.
 
     `replays`: (the rank whose micro-batch it was, checksums), in the order of the rounds.
@@ -54,7 +54,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RepeatVerdict:
     """The ranks that computed wrongly, each with the first tensor that shows it.
 
     `is_certain` is False if no two ranks agree, or two ranks stand against each other.
@@ -134,7 +134,7 @@ class ReplayCheck:
         # With --devices-per-rank, the gradients of one rank are on several GPUs.
         own = [self._gradients.get(index, zero).to(zero.device) for index in range(len(self._names))]
         state = [_sum_of(each).to(zero.device) for _, each in self._state()]
-        report = Report(torch.stack(own).tolist(), torch.stack(state).tolist())
+        report = RepeatReport(torch.stack(own).tolist(), torch.stack(state).tolist())
         first, second = shifts(self._number, self._world.size)
         self._number += 1
         self._repeat(report, step, batch, scale, first)
@@ -145,12 +145,12 @@ class ReplayCheck:
             return
         self._repeat(report, step, batch, scale, second)
         reports = [
-            Report(each["own"], each["state"], [(rank, sums) for rank, sums in each["replays"]])
+            RepeatReport(each["own"], each["state"], [(rank, sums) for rank, sums in each["replays"]])
             for each in self._world.gather_json(vars(report))
         ]
         self._raise(step, judge(reports, self._names, [name for name, _ in self._state()]))
 
-    def _repeat(self, report: Report, step: int, batch: Any, scale: Tensor, shift: int) -> None:
+    def _repeat(self, report: RepeatReport, step: int, batch: Any, scale: Tensor, shift: int) -> None:
         """Compute the gradients of the rank `shift` after this one, and add their checksums to the report."""
         owner = (self._world.rank + shift) % self._world.size
         theirs = rotated(self._world, batch, shift)
@@ -174,7 +174,7 @@ class ReplayCheck:
                     state.append((f"{key} of {names.get(id(parameter), 'a parameter')}", value))
         return state
 
-    def _raise(self, step: int, verdict: Verdict) -> None:
+    def _raise(self, step: int, verdict: RepeatVerdict) -> None:
         if not verdict.is_certain and self._last_clean is None and len(verdict.wrong) == self._world.size > 2:
             raise ConfigError(
                 "--replay-check: each rank gets other bits from the same micro-batch, so the loss is not "
@@ -238,7 +238,7 @@ def is_clean(summaries: Sequence[Sequence[int]], shift: int) -> bool:
     )
 
 
-def judge(reports: Sequence[Report], names: Sequence[str], state_names: Sequence[str]) -> Verdict:
+def judge(reports: Sequence[RepeatReport], names: Sequence[str], state_names: Sequence[str]) -> RepeatVerdict:
     """Find the ranks whose results differ from those of two or more other computations of the same work.
 
     A majority needs two different ranks, because a broken one may repeat its own fault.
@@ -261,7 +261,7 @@ def judge(reports: Sequence[Report], names: Sequence[str], state_names: Sequence
                 reference = right if sums != right else next(s for _, s in votes if s != sums)
                 at = next(i for i, (a, b) in enumerate(zip(sums, reference, strict=True)) if a != b)
                 (wrong if is_sure else unsure).setdefault(rank, prefix + tensors[at])
-    return Verdict(wrong) if wrong else Verdict(unsure, is_certain=False)
+    return RepeatVerdict(wrong) if wrong else RepeatVerdict(unsure, is_certain=False)
 
 
 def _majority(votes: Sequence[tuple[int, Sums]]) -> tuple[Sums, bool]:

@@ -83,7 +83,7 @@ class Trial:
 
 
 @dataclass
-class Verdict:
+class AuditVerdict:
     """The result: one of four verdicts, why, the trials, and each kind of bug that was found."""
 
     verdict: str
@@ -132,7 +132,7 @@ class Verdict:
         }
 
 
-def audit(asked: Asked, environ: Mapping[str, str], stop: StopFlag, say: Say) -> Verdict:
+def audit(asked: Asked, environ: Mapping[str, str], stop: StopFlag, say: Say) -> AuditVerdict:
     """Audit a program in a temporary directory; `say` gets each line of the report.
 
     Raises StoppedError, ConfigError, and RunFailedError if the program fails without a kill.
@@ -158,7 +158,7 @@ class Audit:
         self._say = say
         self._runs = 0
 
-    def run(self, chance: random.Random) -> Verdict:
+    def run(self, chance: random.Random) -> AuditVerdict:
         """Do all runs, and return the verdict."""
         what = f"{self._asked.kills} killed run{'s' * (self._asked.kills != 1)}"
         self._say(f"verify-resume: {' '.join(self._asked.command)}, 2 uninterrupted runs, {what}")
@@ -171,7 +171,7 @@ class Audit:
         }
         self._say(f"uninterrupted: {self._described(reference, left, progress)}")
         if not reference.count and not left.logs:
-            return Verdict(UNJUDGED, self._nothing_to_compare(), [])
+            return AuditVerdict(UNJUDGED, self._nothing_to_compare(), [])
         trials = []
         for number in range(self._asked.kills):
             trial = self._trial(reference, left, progress, chance, kills=1 + number % 2)
@@ -308,7 +308,7 @@ class Audit:
         }
 
 
-def judged(trials: Sequence[Trial], reference: Reference) -> Verdict:
+def judged(trials: Sequence[Trial], reference: Reference) -> AuditVerdict:
     """Return the verdict on all killed runs."""
     counts: Counter[str] = Counter()
     first: dict[str, Finding] = {}
@@ -322,17 +322,17 @@ def judged(trials: Sequence[Trial], reference: Reference) -> Verdict:
     of = f"of {len(trials)} killed runs"
     if away > TOO_NOISY and not kinds:
         why = f"two uninterrupted runs already differ in `{name}` by {away:.0%}; set its seeds"
-        return Verdict(UNJUDGED, why, list(trials))
+        return AuditVerdict(UNJUDGED, why, list(trials))
     if bad:
         why = f"{bad} {of} {'differs' if bad == 1 else 'differ'} from the uninterrupted runs"
-        return Verdict(DIFFERS, why, list(trials), kinds)
+        return AuditVerdict(DIFFERS, why, list(trials), kinds)
     resumed = [step for trial in trials for step in trial.resumed_at]
     if resumed and all(step == 1 for step in resumed):
-        return Verdict(UNJUDGED, "each restart began at step 1, so nothing was resumed", list(trials))
+        return AuditVerdict(UNJUDGED, "each restart began at step 1, so nothing was resumed", list(trials))
     if any(trial.is_noisy for trial in trials):
         why = f"{len(trials)} {of} are as close to the uninterrupted runs as those are to each other"
-        return Verdict(NOISE, why, list(trials))
-    return Verdict(EXACT, f"{len(trials)} {of} leave the same tensors and numbers", list(trials))
+        return AuditVerdict(NOISE, why, list(trials))
+    return AuditVerdict(EXACT, f"{len(trials)} {of} leave the same tensors and numbers", list(trials))
 
 
 def _steps(run: AuditedRun) -> dict[int, list[Step]]:

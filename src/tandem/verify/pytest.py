@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from tandem.signals import StopFlag
-from tandem.verify.audit import Asked, Verdict, audit
+from tandem.verify.audit import Asked, AuditVerdict, audit
 
 
 def assert_resumes(
@@ -25,7 +25,7 @@ def assert_resumes(
     outputs: Sequence[str] = (),
     log: str | None = None,
     environ: Mapping[str, str] | None = None,
-) -> Verdict:
+) -> AuditVerdict:
     """Audit `command` in copies of the current directory, and return the verdict.
 
     The arguments are the options of `tandem verify-resume -- COMMAND`; `environ` replaces the environment.
