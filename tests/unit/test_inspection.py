@@ -125,6 +125,8 @@ def test_a_rank_that_cannot_answer_says_why(start: Start, tmp_path: Path) -> Non
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait(timeout=30)
     os.kill(pid, signal.SIGSTOP)
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)  # a running thread stops a moment after the signal
     answers = collected(LocalRanks(STACKS, {3: pid, 4: gone.pid}, tell, tmp_path / "answers", tmp_path))
     assert "stopped" in str(answers[3].error) and "ended" in str(answers[4].error)
 

@@ -20,7 +20,7 @@ from tandem.signals import StopFlag
 from tandem.verify import audit_logs
 from tandem.verify.audit_compare import TOO_NOISY, Difference, Leftovers, Reference, damaged
 from tandem.verify.audit_kinds import KINDS, Finding, distinct, from_logs, from_names
-from tandem.verify.audit_runner import Audited, AuditedRun, Popen, Progress, launched, succeeded
+from tandem.verify.audit_runner import Audited, AuditedRun, AuditProgress, Popen, launched, succeeded
 from tandem.verify.audit_steps import Alignment, Baseline, Step, align, read_steps
 from tandem.work.base import run_failed
 
@@ -179,7 +179,7 @@ class Audit:
             self._say(f"trial {number + 1} of {self._asked.kills}: {trial}")
         return judged(trials, reference)
 
-    def _described(self, reference: Reference, left: Leftovers, progress: Progress) -> str:
+    def _described(self, reference: Reference, left: Leftovers, progress: AuditProgress) -> str:
         logged = sum(map(len, left.logs.values()))
         steps = f"{progress.steps} steps, " if progress.steps else "no optimizer step seen, "
         away, name = reference.largest
@@ -197,7 +197,7 @@ class Audit:
             "has its output directory, or give --log with a pattern for its output"
         )
 
-    def _uninterrupted(self) -> tuple[AuditedRun, Progress]:
+    def _uninterrupted(self) -> tuple[AuditedRun, AuditProgress]:
         self._runs += 1
         with AuditedRun(self._audited, self._runs) as run:
             progress = run.finish(self._stop)
@@ -207,7 +207,12 @@ class Audit:
         return run, progress
 
     def _trial(
-        self, reference: Reference, left: Leftovers, progress: Progress, chance: random.Random, kills: int
+        self,
+        reference: Reference,
+        left: Leftovers,
+        progress: AuditProgress,
+        chance: random.Random,
+        kills: int,
     ) -> Trial:
         """Do one killed run and compare it. Raises RunFailedError if the program always ends first."""
         one = chance if self._asked.kill_rank else None

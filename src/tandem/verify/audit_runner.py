@@ -127,7 +127,7 @@ def _size(folder: Path) -> int:
 
 
 @dataclass
-class Progress:
+class AuditProgress:
     """When an uninterrupted run wrote its first checkpoint: after how many steps and seconds, of how many."""
 
     steps_at_save: int = 0
@@ -187,7 +187,7 @@ class AuditedRun:
         now = _files(folder)
         return [path for path, seen in now.items() if self._before.get(path) != seen]
 
-    def finish(self, stop: StopFlag) -> Progress:
+    def finish(self, stop: StopFlag) -> AuditProgress:
         """Run to the end, and return when the first checkpoint was written. Raises StoppedError."""
         self._start()
         began = time.monotonic()
@@ -200,9 +200,9 @@ class AuditedRun:
             # A large directory takes longer to read, and the program needs the processor too.
             time.sleep(max(AUDIT_POLL_SECONDS, 5 * (time.monotonic() - looked)))
         steps, seconds = seen.get(True) or seen.get(False) or (0, 0.0)
-        return Progress(steps, self._steps_begun(), seconds, time.monotonic() - began, True in seen)
+        return AuditProgress(steps, self._steps_begun(), seconds, time.monotonic() - began, True in seen)
 
-    def kill(self, progress: Progress, share: float, stop: StopFlag, one: random.Random | None) -> bool:
+    def kill(self, progress: AuditProgress, share: float, stop: StopFlag, one: random.Random | None) -> bool:
         """Kill this start at a share (0 to 1) of its steps after the first checkpoint; False: it ended first.
 
         With `one`, only one process is killed, chosen by it: a rank if there are several.
@@ -233,7 +233,7 @@ class AuditedRun:
             time.sleep(AUDIT_POLL_SECONDS)
         return False
 
-    def resume(self, progress: Progress, stop: StopFlag) -> None:
+    def resume(self, progress: AuditProgress, stop: StopFlag) -> None:
         """Start the program again and let it end; `hung` is set if it takes far too long."""
         self._start()
         limit = self._limit(progress)
@@ -242,7 +242,7 @@ class AuditedRun:
                 return self._give_up()
             time.sleep(AUDIT_POLL_SECONDS)
 
-    def _limit(self, progress: Progress) -> float:
+    def _limit(self, progress: AuditProgress) -> float:
         return time.monotonic() + max(SHORTEST_RESTART_SECONDS, SLOWER * progress.seconds)
 
     def _give_up(self) -> None:
