@@ -59,6 +59,12 @@ class Job:
         self.runs.until(lambda: len(self.runs.events(self.run, kind)) >= count, f"event {kind}")
         return self.runs.events(self.run, kind)
 
+    def recovers(self, times: int) -> None:
+        kinds = ("rank_killed", "recovered")
+        self.runs.until(
+            lambda: sum(len(self.runs.events(self.run, kind)) for kind in kinds) >= times, f"recovery {times}"
+        )
+
     def finish(self, code: int = 0) -> dict[str, Any]:
         for node, process in enumerate(self.nodes):
             found, said = self.runs.processes.wait(process)
@@ -104,7 +110,8 @@ def test_a_node_that_fails_three_times_is_left_out(runs: Runs, free_port: int) -
     for failures in (1, 2, 3):
         job.steps(10)
         os.kill(rank_processes(job.nodes[1].pid)["tandem-rank-1"], signal.SIGKILL)
-        job.events("rank_killed", failures)
+        # On a busy machine, another rank's lost connection may be seen first.
+        job.recovers(failures)
     (left_out,) = job.events("node_left_out", 1)
     assert (left_out["node"], left_out["by"]) == (1, 2)
     job.waits(1)
