@@ -2,8 +2,6 @@
 
 import copy
 import itertools
-import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +11,14 @@ from own_loops import Scripts
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from patience import patient
+from forked_ranks import in_ranks
 from program_files import program_text
 from tandem.distributed.batchnorm import SynchronizedBatchNorm
 from tandem.distributed.group import ProcessGroup
-from tandem.distributed.position import Connection, Position
+from tandem.distributed.position import Position
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 
-LIMIT_SECONDS = 200.0
 BATCH, CHANNELS, STEPS = 16, 5, 2
 LAYERS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
     "rows": (nn.BatchNorm1d, ()),
@@ -82,7 +79,7 @@ def trained(model: nn.Module, data: list[tuple[Tensor, Tensor]], part: slice, ra
     return seen
 
 
-def cases(group: ProcessGroup, _folder: Path) -> dict[str, Any]:
+def cases(group: ProcessGroup) -> dict[str, Any]:
     """What is furthest from one process with the whole batch, by case; and all that ranks should share."""
     found, bits = {}, []
     product = [(name, OPTIONS[0], torch.float32) for name in LAYERS]
@@ -111,7 +108,7 @@ def cases(group: ProcessGroup, _folder: Path) -> dict[str, Any]:
     return {"found": found, "bits": torch.cat(bits)}
 
 
-def oddities(group: ProcessGroup, _folder: Path) -> dict[str, Any]:
+def oddities(group: ProcessGroup) -> dict[str, Any]:
     """Mistakes and corners, each the same on both ranks."""
 
     class Own(nn.BatchNorm1d):
@@ -142,35 +139,9 @@ def oddities(group: ProcessGroup, _folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def work(rank: int, size: int, port: int, what: Any, folder: Path) -> None:
-    torch.set_num_threads(1)
-    position = Position(rank=rank, local_rank=rank, world_size=size)
-    connection = Connection(init="master", master=("127.0.0.1", port))
-    group = ProcessGroup.open(position, connection, torch.device("cpu"), LIMIT_SECONDS)
-    torch.save(what(group, folder), folder / f"{rank}.pt")
-    group.sum([0.0])
-    os._exit(0)
-
-
-def in_processes(size: int, port: int, what: Any, folder: Path) -> list[Any]:
-    context = torch.multiprocessing.get_context("fork")
-    ranks = [context.Process(target=work, args=(r, size, port, what, folder)) for r in range(size)]
-    for rank in ranks:
-        rank.start()
-    try:
-        deadline = time.monotonic() + patient(LIMIT_SECONDS)
-        for rank in ranks:
-            rank.join(max(0.0, deadline - time.monotonic()))
-        assert [rank.exitcode for rank in ranks] == [0] * size
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [torch.load(folder / f"{r}.pt", weights_only=False) for r in range(size)]
-
-
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_statistics_and_gradients_are_those_of_one_process(size: int, free_port: int, tmp_path: Path) -> None:
-    ranks = in_processes(size, free_port, cases, tmp_path)
+    ranks = in_ranks(cases, size, free_port, tmp_path)
     assert all(torch.equal(each["bits"], ranks[0]["bits"]) for each in ranks)  # so replicas stay replicas
     assert len(ranks[0]["found"]) >= 5
     for case, difference in ranks[0]["found"].items():
@@ -178,7 +149,7 @@ def test_statistics_and_gradients_are_those_of_one_process(size: int, free_port:
 
 
 def test_corners(free_port: int, tmp_path: Path) -> None:
-    first, second = in_processes(2, free_port, oddities, tmp_path)
+    first, second = in_ranks(oddities, 2, free_port, tmp_path)
     assert first["left"] and first["calls"] == 2 and first["tracked"] == 2
     assert first["one value"].startswith("expected more than 1 value per channel")
     assert second["one value"].startswith("expected more than 1 value per channel")

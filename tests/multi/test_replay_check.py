@@ -5,8 +5,6 @@ Three real gloo processes train a model with dropout, BatchNorm and AdamW; one o
 
 import os
 import random
-import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from patience import patient
+from forked_ranks import in_ranks
 from tandem.config import Settings
 from tandem.distributed import strategy as strategies
 from tandem.distributed.group import ProcessGroup
-from tandem.distributed.position import Connection, Position
+from tandem.distributed.position import Position
 from tandem.errors import ConfigError, ReplayMismatchError
 from tandem.tasks.base import WholeTask
 from tandem.telemetry.clock import Clock
@@ -31,7 +29,6 @@ from tandem.training.step import Proposal, Stepper
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(240)]
 
-LIMIT_SECONDS = 100.0
 FLIPS = int(os.environ.get("TEST_FLIPS", "24"))
 CLEAN_STEPS = int(os.environ.get("TEST_CLEAN_STEPS", "100"))
 KINDS = ("gradient", "activation", "optimizer state", "parameter")
@@ -234,60 +231,41 @@ def of_two(group: ProcessGroup) -> dict[str, Any]:
     return {"said": said}
 
 
-def work(rank: int, size: int, port: int, what: Any, folder: Path) -> None:
-    torch.set_num_threads(1)
-    position = Position(rank=rank, world_size=size, node_rank=rank, nodes=size, node_name=f"host{rank}")
-    connection = Connection(init="master", master=("127.0.0.1", port))
-    group = ProcessGroup.open(position, connection, torch.device("cpu"), LIMIT_SECONDS)
-    torch.save(what(group), folder / f"{rank}.pt")
-    group.sum([0.0])
-    sys.stdout.flush()
-    os._exit(0)
+def on_nodes(rank: int, size: int) -> Position:
+    return Position(rank=rank, world_size=size, node_rank=rank, nodes=size, node_name=f"host{rank}")
 
 
 @pytest.fixture
-def in_ranks(free_port: int, tmp_path: Path) -> Callable[..., list[Any]]:
+def in_nodes(free_port: int, tmp_path: Path) -> Callable[..., list[Any]]:
     def run(what: Any, size: int = 3) -> list[Any]:
         strategies.preload("ddp")
-        context = torch.multiprocessing.get_context("fork")
-        ranks = [context.Process(target=work, args=(r, size, free_port, what, tmp_path)) for r in range(size)]
-        for rank in ranks:
-            rank.start()
-        try:
-            deadline = time.monotonic() + patient(LIMIT_SECONDS)
-            for rank in ranks:
-                rank.join(max(0.0, deadline - time.monotonic()))
-            assert [rank.exitcode for rank in ranks] == [0] * size
-        finally:
-            for rank in ranks:
-                rank.kill()
-        return [torch.load(tmp_path / f"{r}.pt") for r in range(size)]
+        return in_ranks(what, size, free_port, tmp_path, on_nodes)
 
     return run
 
 
-def test_each_flipped_bit_is_named_and_its_step_does_not_count(in_ranks: Any) -> None:
-    for rank in in_ranks(finds_flips):
+def test_each_flipped_bit_is_named_and_its_step_does_not_count(in_nodes: Any) -> None:
+    for rank in in_nodes(finds_flips):
         assert not rank["wrong"] and rank["steps"] == FLIPS + 1
 
 
-def test_clean_steps_pass_and_keep_their_bits(in_ranks: Any) -> None:
-    assert all(rank == {"wrong": [], "equal": True} for rank in in_ranks(passes_clean_steps))
+def test_clean_steps_pass_and_keep_their_bits(in_nodes: Any) -> None:
+    assert all(rank == {"wrong": [], "equal": True} for rank in in_nodes(passes_clean_steps))
 
 
-def test_replicas_do_not_show_a_wrong_gradient(in_ranks: Any) -> None:
-    assert all(rank == {"digests": 1} for rank in in_ranks(is_unseen_by_replicas))
+def test_replicas_do_not_show_a_wrong_gradient(in_nodes: Any) -> None:
+    assert all(rank == {"digests": 1} for rank in in_nodes(is_unseen_by_replicas))
 
 
-def test_what_cannot_be_repeated_is_refused(in_ranks: Any) -> None:
-    for rank in in_ranks(refuses):
+def test_what_cannot_be_repeated_is_refused(in_nodes: Any) -> None:
+    for rank in in_nodes(refuses):
         compiled, threads, batches = rank["said"]
         assert "--compile" in compiled and "2 threads" in threads and "more than tensors" in batches
         assert all("--replay-check never" in line and "\n" not in line for line in rank["said"])
 
 
-def test_of_two_ranks_a_fault_that_stays_names_both(in_ranks: Any) -> None:
-    for rank in in_ranks(of_two, 2):
+def test_of_two_ranks_a_fault_that_stays_names_both(in_nodes: Any) -> None:
+    for rank in in_nodes(of_two, 2):
         (passing, named), (staying, both) = rank["said"]
         assert named == [1] and "rank 1 on node 1 (host1)" in passing and "layers.0.weight" in passing
         assert sorted(both) == [0, 1] and " or rank " in staying

@@ -3,8 +3,6 @@
 Each case runs the same small model on the same data. `train` is what a run does: spread, load, wrap, step.
 """
 
-import os
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from forked_ranks import in_ranks
 from needs import require_strategy
-from patience import patient
 from tandem.config import Settings
 from tandem.data.datasets import TensorRows
 from tandem.distributed import strategy as strategies
 from tandem.distributed.group import ProcessGroup
-from tandem.distributed.position import Connection, Position
+from tandem.distributed.position import Position
 from tandem.errors import ConfigError
 from tandem.tasks.base import WholeTask
 from tandem.telemetry.clock import Clock
@@ -31,7 +29,6 @@ from tandem.training.step import Proposal, Stepper
 
 pytestmark = pytest.mark.multi
 
-LIMIT_SECONDS = 100.0
 BATCH, STEPS, HALF = 12, 8, 5
 CASES = [("single", 1), ("dp", 1), ("ddp", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2)]
 NAN_STEP = 3
@@ -221,35 +218,11 @@ def hundred(group: ProcessGroup, name: str, folder: Path) -> list[float]:
     return train(group, name, last=100, batchnorm=True, keep=False, batch=60).losses
 
 
-def work(rank: int, size: int, port: int, name: str, what: Any, folder: Path) -> None:
-    torch.set_num_threads(1)
-    position = Position(
-        rank=rank, local_rank=rank, world_size=size,
-    )  # fmt: skip
-    connection = Connection(init="master" if size > 1 else "alone", master=("127.0.0.1", port))
-    group = ProcessGroup.open(position, connection, torch.device("cpu"), LIMIT_SECONDS)
-    torch.save(what(group, name, folder), folder / f"{name}-{size}-{rank}.pt")
-    group.sum([0.0])
-    os._exit(0)
-
-
 def in_processes(name: str, size: int, port: int, what: Any, folder: Path) -> list[Any]:
     """What each rank's `what(group, name, folder)` gave."""
     require_strategy(name)
     strategies.preload(name)
-    context = torch.multiprocessing.get_context("fork")
-    ranks = [context.Process(target=work, args=(r, size, port, name, what, folder)) for r in range(size)]
-    for rank in ranks:
-        rank.start()
-    try:
-        deadline = time.monotonic() + patient(LIMIT_SECONDS)
-        for rank in ranks:
-            rank.join(max(0.0, deadline - time.monotonic()))
-        assert [rank.exitcode for rank in ranks] == [0] * size
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [torch.load(folder / f"{name}-{size}-{r}.pt", weights_only=False) for r in range(size)]
+    return in_ranks(lambda group: what(group, name, folder), size, port, folder)
 
 
 @pytest.fixture(scope="module")

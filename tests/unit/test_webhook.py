@@ -190,7 +190,7 @@ def test_each_event_is_told_once(receiver: Receiver) -> None:
 
 @pytest.mark.parametrize(("last", "cause"), [
     ([{"kind": "world"}, {"kind": "failed", "reason": "it hung twice"}], "it hung twice"),
-    ([{"kind": "world"}, {"kind": "checkpoint"}], "ended without a word"),
+    ([{"kind": "world"}, {"kind": "checkpoint"}], "ended without a result"),
     ([{"kind": "world"}, {"kind": "stopped"}], None),
     ([{"kind": "world"}, {"kind": "failed"}, {"kind": "world"}, {"kind": "finished"}], None),
     ([], None),

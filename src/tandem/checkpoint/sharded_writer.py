@@ -1,8 +1,8 @@
 """Saves of a sharded state: each rank writes its own file, and rank 0 publishes them together.
 
 The writer threads of the ranks tell each other through a store, because collectives belong to the training
-thread: rank 0 where to write, the others what they have written, rank 0 how it ended. Whoever is killed, the
-checkpoint is published with all files, or does not exist.
+thread. Rank 0 says where to write, the others what they have written, and rank 0 how it ended. If any rank
+is killed, the checkpoint is published with all files, or does not exist.
 """
 
 import threading

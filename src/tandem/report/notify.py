@@ -183,7 +183,7 @@ def _how_the_last_launch_ended(events: Iterable[Mapping[str, Any]]) -> str:
     for each in events:
         match each.get("kind"):
             case "world":
-                how = "the last launch ended without a word"
+                how = "the last launch ended without a result"
             case "failed":
                 how = f"the last launch failed: {each.get('reason')}"
             case "finished" | "stopped":

@@ -20,20 +20,21 @@ def _ask(options: "Namespace", action: str, asked: Mapping[str, float]) -> dict[
     return ask(RunDir(options.run_dir), action, asked)
 
 
-def _code(result: Mapping[str, Any]) -> int:
-    """Return 1 if a rank gave no answer."""
+def _shown(result: Mapping[str, Any], text: str) -> int:
+    """Print the text of a result; return 1 if a rank gave no answer."""
+    from tandem.log import printable
+
+    # A script may name its functions and threads as it likes.
+    print("\n".join(map(printable, text.split("\n"))))
     return FAILED if any(row.get("error") for row in result["answers"]) else FINISHED
 
 
 def stacks(options: "Namespace", environ: Environment) -> int:
     """Print where every rank is; return 1 if one gave no stack."""
-    from tandem.log import printable
     from tandem.report.inspected import stacks_text
 
     result = _ask(options, "stacks", {"native": 1} if options.native else {})
-    # A script may name its functions and threads as it likes.
-    print("\n".join(map(printable, stacks_text(result, options.all_threads).split("\n"))))
-    return _code(result)
+    return _shown(result, stacks_text(result, options.all_threads))
 
 
 def stacks_options(parser: "Parser") -> None:
@@ -45,12 +46,10 @@ def stacks_options(parser: "Parser") -> None:
 
 def profile(options: "Namespace", environ: Environment) -> int:
     """Record the next steps of all ranks, and print where the trace is; return 1 if a rank gave none."""
-    from tandem.log import printable
     from tandem.report.inspected import profile_text
 
     result = _ask(options, "profile", {"steps": options.steps})
-    print("\n".join(map(printable, profile_text(result).split("\n"))))
-    return _code(result)
+    return _shown(result, profile_text(result))
 
 
 def profile_options(parser: "Parser") -> None:
@@ -62,12 +61,10 @@ def profile_options(parser: "Parser") -> None:
 
 def memory(options: "Namespace", environ: Environment) -> int:
     """Print what the memory of every rank holds; return 1 if one gave no answer."""
-    from tandem.log import printable
     from tandem.report.inspected import memory_text
 
     result = _ask(options, "memory", {"seconds": options.seconds})
-    print("\n".join(map(printable, memory_text(result).split("\n"))))
-    return _code(result)
+    return _shown(result, memory_text(result))
 
 
 def memory_options(parser: "Parser") -> None:
