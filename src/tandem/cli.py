@@ -111,7 +111,7 @@ def run(verb: str, words: Sequence[str], environ: Environment) -> int:
     elif verb == "verify-resume":
         from tandem.launch.program_arguments import split
 
-        words, program = split(words)
+        words, program = split(words, "tandem verify-resume")
     if "-h" in words or "--help" in words:
         print(parser_of(verb, is_short="--help" not in words).format_help(), end="")
         return FINISHED

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shutil
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path, PurePath
@@ -62,6 +63,15 @@ def audited(folder: Path, kind: str, seed: int, kills: int = 1) -> tuple[AuditVe
     said: list[str] = []
     verdict = Audit(asked, program, StopFlag(), said.append).run(random.Random(seed))
     return verdict, said + verdict.lines()
+
+
+def test_a_missing_program_is_named_as_it_was_typed(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    asked = Asked([sys.executable, "missing.py"])
+    program = Audited(asked.command, tmp_path / "source", dict(os.environ), tmp_path, subprocess.Popen)
+    with pytest.raises(RunFailedError, match="'missing.py'") as caught:
+        Audit(asked, program, StopFlag(), lambda line: None).run(random.Random(0))
+    assert caught.value.exit_code == 2 and str(tmp_path / "work") not in str(caught.value)
 
 
 @pytest.mark.timeout(patient(120))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tandem.cli import run
 from tandem.config import Given, Settings, resolve
 from tandem.distributed.position import Position, RankStart
 from tandem.errors import ConfigError
@@ -292,3 +293,9 @@ def test_a_flag_of_tandem_that_the_script_rejects_has_a_hint(
     assert hint(Program("command", "train.py", arguments), said) == ""
     if typed:
         assert f"tandem launch {typed} -m train" in hint(Program("module", "train", arguments), said)
+
+
+def test_a_command_that_is_missing_names_the_verb() -> None:
+    for verb in ("verify-resume", "launch"):
+        with pytest.raises(ConfigError, match=f"See `tandem {verb} --help`"):
+            run(verb, ["--"], {})

@@ -28,12 +28,12 @@ _SWITCHES = {
 _ALONE = ("-h", "--help", "-v", "--verbose", "-q", "--quiet", "--json")
 
 
-def split(words: Sequence[str]) -> tuple[list[str], Program | None]:
+def split(words: Sequence[str], verb: str = LAUNCH) -> tuple[list[str], Program | None]:
     """Return (tandem's own words, the program after them); None as program means that a task is trained.
 
     The program begins with the first word that is neither a setting nor a setting's value, with `-m`, or with
     `--`. Everything after it belongs to the program. `FILE.py:CLASS` is a task, and settings may follow it.
-    Raises ConfigError.
+    `verb` is the command to name in messages. Raises ConfigError.
     """
     index = 0
     while index < len(words):
@@ -42,7 +42,8 @@ def split(words: Sequence[str]) -> tuple[list[str], Program | None]:
         if word in ("-m", "--"):
             rest = words[index + 1 :]
             if not rest:
-                raise ConfigError(f"{word} needs a {'module' if word == '-m' else 'command'} after it. {SEE}")
+                kind = "module" if word == "-m" else "command"
+                raise ConfigError(f"{word} needs a {kind} after it. See `{verb} --help`")
             return ours, Program("module" if word == "-m" else "command", rest[0], tuple(rest[1:]))
         # A script's file name may contain a colon.
         if TASK.fullmatch(word) and not Path(word).exists():

@@ -332,17 +332,17 @@ def check_possible(
     """Raise ConfigError where equal work need not give equal bits. All ranks call this."""
     reason = ""
     if may_miss_ranks:
-        reason = "some ranks may have no samples in a step, and no work to exchange"
+        reason = "with of_rank(), a rank may have no samples in a step; use a dataset without it"
     elif strategy.shards_parameters:
         reason = f"--strategy {compute.strategy} has no rank with a whole model; use --strategy ddp"
     elif compute.compile is not None:
         reason = "--compile may give a repeated step other kernels; remove it"
     elif compute.sync_batchnorm or any(isinstance(each, nn.SyncBatchNorm) for each in model.modules()):
-        reason = "SyncBatchNorm waits for all ranks inside a step, so no rank can repeat it alone"
+        reason = "SyncBatchNorm waits for all ranks in a step, so no rank can repeat one; train without it"
     elif world.device.type == "cuda" and not compute.deterministic:
         reason = "kernels on GPUs need not repeat their bits; add --deterministic"
     if not reason and len(kinds := {str(each) for each in world.gather_json(_kernels(world.device))}) > 1:
-        reason = f"the ranks compute on different machines: {', '.join(sorted(kinds))}"
+        reason = f"the ranks compute with {' and '.join(sorted(kinds))}; start equal ones"
     if reason:
         raise ConfigError(f"--replay-check: {reason}, or use --replay-check never")
 

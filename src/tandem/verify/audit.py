@@ -202,7 +202,9 @@ class Audit:
         with AuditedRun(self._audited, self._runs) as run:
             progress = run.finish(self._stop)
         if not succeeded(run):
-            lines = run.outputs()[-1].read_text(errors="replace").splitlines()
+            # Users know the program's files by their names in the directory that was copied.
+            text = run.outputs()[-1].read_text(errors="replace").replace(f"{self._audited.work}/", "")
+            lines = text.splitlines()
             raise run_failed(run.codes[-1], lines)
         return run, progress
 
