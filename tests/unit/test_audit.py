@@ -22,7 +22,7 @@ from tandem import cli
 from tandem.errors import ConfigError, RunFailedError
 from tandem.signals import StopFlag
 from tandem.verify import audit_files, audit_logs
-from tandem.verify.audit import DIFFERS, EXACT, UNJUDGED, Asked, Audit, AuditVerdict
+from tandem.verify.audit import DIFFERS, EXACT, UNJUDGED, Audit, AuditOptions, AuditVerdict
 from tandem.verify.audit_compare import Leftovers, Reference
 from tandem.verify.audit_kinds import KINDS, from_logs, from_names
 from tandem.verify.audit_runner import Audited, launched
@@ -58,7 +58,7 @@ def audited(folder: Path, kind: str, seed: int, kills: int = 1) -> tuple[AuditVe
     source = folder / "source"
     source.mkdir()
     shutil.copy(TRAINER, source)
-    asked = Asked([sys.executable, TRAINER.name, kind, str(seed)], kills=kills)
+    asked = AuditOptions([sys.executable, TRAINER.name, kind, str(seed)], kills=kills)
     program = Audited(asked.command, source, dict(os.environ), folder, popen)
     said: list[str] = []
     verdict = Audit(asked, program, StopFlag(), said.append).run(random.Random(seed))
@@ -67,7 +67,7 @@ def audited(folder: Path, kind: str, seed: int, kills: int = 1) -> tuple[AuditVe
 
 def test_a_missing_program_is_named_as_it_was_typed(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
-    asked = Asked([sys.executable, "missing.py"])
+    asked = AuditOptions([sys.executable, "missing.py"])
     program = Audited(asked.command, tmp_path / "source", dict(os.environ), tmp_path, subprocess.Popen)
     with pytest.raises(RunFailedError, match="'missing.py'") as caught:
         Audit(asked, program, StopFlag(), lambda line: None).run(random.Random(0))
@@ -102,7 +102,7 @@ def test_a_program_that_fails_without_a_kill_is_no_finding(tmp_path: Path) -> No
     source = tmp_path / "source"
     source.mkdir()
     (source / "train.py").write_text("raise ValueError('no data')")
-    asked = Asked([sys.executable, "train.py"])
+    asked = AuditOptions([sys.executable, "train.py"])
     program = Audited(asked.command, source, dict(os.environ), tmp_path, popen)
     with pytest.raises(RunFailedError, match="no data"):
         Audit(asked, program, StopFlag(), print).run(random.Random())
@@ -112,7 +112,7 @@ def test_a_program_that_leaves_nothing_is_not_judged(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     (source / "train.py").write_text("print('done')")
-    asked = Asked([sys.executable, "train.py"])
+    asked = AuditOptions([sys.executable, "train.py"])
     verdict = Audit(
         asked, Audited(asked.command, source, dict(os.environ), tmp_path, popen), StopFlag(), print
     ).run(random.Random())

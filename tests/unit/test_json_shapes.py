@@ -128,14 +128,15 @@ def of_verify_resume(folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 def of_audit(folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    from tandem.verify.audit import DIFFERS, EXACT, Asked, AuditVerdict, Trial
-    from tandem.verify.audit_kinds import Finding
+    from tandem.verify.audit import DIFFERS, EXACT, AuditOptions, AuditTrial, AuditVerdict
+    from tandem.verify.audit_kinds import AuditFinding
 
-    finding = Finding("schedule", "0.1 instead of 0.01 at step 4", 4)
-    bad = Trial([3], [4, None], "loss differs", 4.0, [finding])
-    asked = Asked(["python", "train.py"])
-    good = AuditVerdict(EXACT, None, [Trial([3], [4], None)]).as_json(asked)
-    vague = AuditVerdict(DIFFERS, "why", [bad], [(Finding("ema", "differs"), 1), (finding, 1)]).as_json(asked)
+    finding = AuditFinding("schedule", "0.1 instead of 0.01 at step 4", 4)
+    bad = AuditTrial([3], [4, None], "loss differs", 4.0, [finding])
+    asked = AuditOptions(["python", "train.py"])
+    good = AuditVerdict(EXACT, None, [AuditTrial([3], [4], None)]).as_json(asked)
+    findings = [(AuditFinding("ema", "differs"), 1), (finding, 1)]
+    vague = AuditVerdict(DIFFERS, "why", [bad], findings).as_json(asked)
     return [vague, good]
 
 

@@ -146,7 +146,7 @@ def test_the_verb_writes_an_index(tmp_path: Path, capsys: pytest.CaptureFixture[
     write_shard(tmp_path / "a.tar", files_of(10))
     output = tmp_path / "index.jsonl"
     assert cli.run("index", [str(tmp_path / "a.tar"), "--output", str(output)], {}) == 0
-    assert "1 shards, 1 blocks, 10 samples" in capsys.readouterr().out
+    assert "1 shard, 1 block, 10 samples" in capsys.readouterr().out
     assert json.loads(output.read_text())["address"] == "a.tar"
     with pytest.raises(ConfigError, match="cannot write"):
         cli.run("index", [str(tmp_path / "a.tar"), "--output", str(tmp_path / "none/index.jsonl")], {})

@@ -20,7 +20,7 @@ from tandem.launch.secret import conceal
 from tandem.report import sender
 from tandem.report.about import About
 from tandem.report.notify import NOTIFIED, Notice, Notices, OncePerCause, body_for, key_of
-from tandem.report.sender import HttpSender, Request
+from tandem.report.sender import HttpRequest, HttpSender
 from tandem.telemetry.messages import Event, Heartbeat, Samples
 
 SECRET = "T0123ABCD/B0123ABCD/notASecretOfAnyone99"
@@ -261,12 +261,12 @@ def test_a_request_that_cannot_be_made_ends_no_thread(
     counted: list[Samples] = []
     sends = HttpSender("webhook", counted.append, 5)  # type: ignore[arg-type]
 
-    def fails() -> Request:
+    def fails() -> HttpRequest:
         raise ValueError(SLACK)
 
     sends.put(fails)
-    sends.put(lambda: Request(f"{receiver.url}/a b{SECRET}\x00", {}))
-    sends.put(lambda: Request(receiver.url, {"number": float("nan")}))
+    sends.put(lambda: HttpRequest(f"{receiver.url}/a b{SECRET}\x00", {}))
+    sends.put(lambda: HttpRequest(receiver.url, {"number": float("nan")}))
     assert sends.flush(20) and receiver.bodies == [{"number": "NaN"}]
     assert "notASecret" not in caplog.text
     sends.close()

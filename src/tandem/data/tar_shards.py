@@ -49,7 +49,7 @@ def open_caches() -> "list[TarBlocks]":
     return list(_open)
 
 
-class _Place(NamedTuple):
+class _BlockLocation(NamedTuple):
     """Where a block is on this machine: `offset` in the file at `path`."""
 
     path: Path
@@ -221,13 +221,13 @@ class TarBlocks(Dataset[Any]):
         finally:
             os.close(descriptor)
 
-    def _place(self, number: int) -> _Place:
+    def _place(self, number: int) -> _BlockLocation:
         block = self.blocks[number]
         if not is_remote(block.address):
-            return _Place(Path(block.address), block.offset, False)
+            return _BlockLocation(Path(block.address), block.offset, False)
         worker = get_worker_info()
         path = self._started().wait_for(block, 0 if worker is None else worker.id + 1)
-        return _Place(path, 0, True)
+        return _BlockLocation(path, 0, True)
 
 
 def _sample(descriptor: int, offset: int, sample: TarSample) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class Change(NamedTuple):
     is_left_out: bool = False
 
 
-class _Heard(NamedTuple):
+class _NodeState(NamedTuple):
     report: NodeReport
     at: float
 
@@ -70,7 +70,7 @@ class PlaceTable:
         self._places = range(1, nodes)
         self._limits = silence, long_silence
         self._first_choice_ends = now + patience
-        self._heard: dict[int, _Heard] = {}
+        self._heard: dict[int, _NodeState] = {}
         self._losses = dict.fromkeys(self.others, 0)
         self._charged = dict.fromkeys(self.others, 0)
 
@@ -78,7 +78,7 @@ class PlaceTable:
         """Record a report; the store keeps the last one of a silent node, so only a new beat counts."""
         before = self._heard.get(node)
         if before is None or before.report.beat != report.beat:
-            self._heard[node] = _Heard(report, now)
+            self._heard[node] = _NodeState(report, now)
 
     def charge(self, node: int, failures: int) -> None:
         """Record how many failures of its ranks a node has reported."""

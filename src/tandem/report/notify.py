@@ -12,7 +12,7 @@ from typing import Any
 
 from tandem.config.webhook import Webhook
 from tandem.errors import FINISHED, STOPPED
-from tandem.report.sender import HttpSender, Request
+from tandem.report.sender import HttpRequest, HttpSender
 from tandem.telemetry.messages import Event, Heartbeat, Message, Send
 from tandem.timeouts import SAME_CAUSE_SECONDS
 
@@ -173,7 +173,7 @@ class Notices:
             where["step"] = self._step
         text = f"tandem run {self._run}: {self._hide(text)}"[:LONGEST_TEXT]
         body = body_for(self._webhook.host, Notice(self._run, event, cause, text, now, **where))
-        request = Request(self._webhook.address, body)
+        request = HttpRequest(self._webhook.address, body)
         self._sender.put(lambda: request, lambda: self._delivered(event, cause))
 
 

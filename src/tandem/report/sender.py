@@ -28,7 +28,7 @@ ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
-class Request:
+class HttpRequest:
     """One POST request: where to, with which headers, and with which certificates (None: the system's)."""
 
     url: str
@@ -37,7 +37,7 @@ class Request:
     tls: ssl.SSLContext | None = None
 
 
-Make = Callable[[], Request]
+Make = Callable[[], HttpRequest]
 """Creates a request when it is sent; OSError or ValueError count as a failed attempt."""
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tandem.report.sender import HttpSender, Request
+from tandem.report.sender import HttpRequest, HttpSender
 from tandem.telemetry.messages import Heartbeat, Message, Point, RunStarted, Send, StepsDone
 from tandem.timeouts import TRAINER_SECONDS
 
@@ -34,14 +34,14 @@ class Endpoint(NamedTuple):
         # Without TLS, anyone on the way could read the token.
         return cls(url, Path(ca), Path(token)) if url.startswith("https://") and ca and token else None
 
-    def request(self, body: object) -> Request:
+    def request(self, body: object) -> HttpRequest:
         """Return a request with the current token and CA, which rotate. Raises OSError, ValueError."""
         with self.token.open(encoding="ascii") as file:
             token = file.read(LONGEST_TOKEN).strip()
         if not token.isprintable() or " " in token or not token:
             raise ValueError("not a token")
         headers = {"Authorization": f"Bearer {token}"}
-        return Request(self.url, body, headers, ssl.create_default_context(cafile=str(self.ca)))
+        return HttpRequest(self.url, body, headers, ssl.create_default_context(cafile=str(self.ca)))
 
 
 class JobProgress(NamedTuple):
@@ -132,7 +132,7 @@ class TrainerStatus:
     def _changed(self) -> None:
         self._sender.put(self._request)
 
-    def _request(self) -> Request:
+    def _request(self) -> HttpRequest:
         with self._lock:
             left = None
             if self._planned is not None and self._pace > 0:

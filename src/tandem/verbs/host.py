@@ -98,14 +98,13 @@ def _cluster_options(parser: "Parser") -> None:
 def index(options: "Namespace", environ: Environment) -> int:
     """Write the index of tar shards that `tandem.data.tar_blocks` reads."""
     from tandem.data.tar_index import index_shards
+    from tandem.log import counted
 
     blocks = index_shards(options.shards, options.output, options.block_bytes)
     samples = sum(block.samples for block in blocks)
     size = sum(block.length for block in blocks)
-    print(
-        f"{options.output}: {len(options.shards):,} shards, {len(blocks):,} blocks, {samples:,} samples, "
-        f"{size / 1e6:,.1f} MB"
-    )
+    numbers = (len(options.shards), "shard"), (len(blocks), "block"), (samples, "sample")
+    print(f"{options.output}: {', '.join(counted(*each) for each in numbers)}, {size / 1e6:,.1f} MB")
     return FINISHED
 
 

@@ -87,11 +87,11 @@ def _audit(options: "Namespace", program: "Program", environ: Environment) -> in
         ) from error
     stop = StopFlag().install()
     # Imported after the flag is installed: a signal during slow imports must count as a stop.
-    from tandem.verify.audit import Asked, audit
+    from tandem.verify.audit import AuditOptions, audit
 
     command = (program.target, *program.arguments)
     one = options.kill == "rank"
-    asked = Asked(command, options.launcher, nproc, options.kills, options.outputs, pattern, one)
+    asked = AuditOptions(command, options.launcher, nproc, options.kills, options.outputs, pattern, one)
     found = audit(asked, environ, stop, _printer(options.json))
     if options.json:
         print_json(found.as_json(asked))

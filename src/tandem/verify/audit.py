@@ -19,7 +19,7 @@ from tandem.errors import FAILED, FINISHED, RunFailedError
 from tandem.signals import StopFlag
 from tandem.verify import audit_logs
 from tandem.verify.audit_compare import TOO_NOISY, Difference, Leftovers, Reference, damaged
-from tandem.verify.audit_kinds import KINDS, Finding, distinct, from_logs, from_names
+from tandem.verify.audit_kinds import KINDS, AuditFinding, distinct, from_logs, from_names
 from tandem.verify.audit_runner import Audited, AuditedRun, AuditProgress, Popen, launched, succeeded
 from tandem.verify.audit_steps import Alignment, Baseline, Step, align, read_steps
 from tandem.work.base import run_failed
@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Asked:
+class AuditOptions:
     """What to audit: the command, how to start it, and which of its outputs to compare.
 
     `outputs` are patterns of files below its directory, all files if there are none. `log` is a regular
@@ -53,14 +53,14 @@ class Asked:
 
 
 @dataclass
-class Trial:
+class AuditTrial:
     """One killed run: the steps begun at each kill, the steps it resumed at, and how it differs."""
 
     killed_at: list[int]
     resumed_at: list[int | None]
     difference: str | None
     first_step: float | None = None
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[AuditFinding] = field(default_factory=list)
     is_noisy: bool = False
 
     def __str__(self) -> str:
@@ -88,8 +88,8 @@ class AuditVerdict:
 
     verdict: str
     why: str | None
-    trials: list[Trial]
-    kinds: list[tuple[Finding, int]] = field(default_factory=list)
+    trials: list[AuditTrial]
+    kinds: list[tuple[AuditFinding, int]] = field(default_factory=list)
     """The first finding of each kind, and the number of trials that have it."""
 
     @property
@@ -107,7 +107,7 @@ class AuditVerdict:
             found.append(f"  what to do: {kind.fix}")
         return found
 
-    def as_json(self, asked: Asked) -> dict[str, object]:
+    def as_json(self, asked: AuditOptions) -> dict[str, object]:
         """Return what `tandem verify-resume --json -- COMMAND` prints."""
         kinds = [
             {
@@ -132,7 +132,7 @@ class AuditVerdict:
         }
 
 
-def audit(asked: Asked, environ: Mapping[str, str], stop: StopFlag, say: Say) -> AuditVerdict:
+def audit(asked: AuditOptions, environ: Mapping[str, str], stop: StopFlag, say: Say) -> AuditVerdict:
     """Audit a program in a temporary directory; `say` gets each line of the report.
 
     Raises StoppedError, ConfigError, and RunFailedError if the program fails without a kill.
@@ -151,7 +151,7 @@ def audit(asked: Asked, environ: Mapping[str, str], stop: StopFlag, say: Say) ->
 class Audit:
     """The runs of one audit, and what they have left."""
 
-    def __init__(self, asked: Asked, audited: Audited, stop: StopFlag, say: Say) -> None:
+    def __init__(self, asked: AuditOptions, audited: Audited, stop: StopFlag, say: Say) -> None:
         self._asked = asked
         self._audited = audited
         self._stop = stop
@@ -215,7 +215,7 @@ class Audit:
         progress: AuditProgress,
         chance: random.Random,
         kills: int,
-    ) -> Trial:
+    ) -> AuditTrial:
         """Do one killed run and compare it. Raises RunFailedError if the program always ends first."""
         one = chance if self._asked.kill_rank else None
         for attempt in range(TRIES):
@@ -243,20 +243,20 @@ class Audit:
         left: Leftovers,
         before: dict[str, dict[float, float]],
         torn: Sequence[str],
-    ) -> Trial:
+    ) -> AuditTrial:
         """Compare a killed run; `before` has what its logs had at the last kill."""
         aligned = self._aligned(run)
         # Each start counts its own steps from 1.
         begun = [0, *((step or 1) - 1 for step in aligned.resumed_at)]
         killed_at = [step + at for step, at in zip(run.killed_at, begun, strict=False)]
-        trial = Trial(killed_at, aligned.resumed_at, None)
+        trial = AuditTrial(killed_at, aligned.resumed_at, None)
         if not succeeded(run):
             text = "it did not end" if run.hung else f"exit code {run.codes[-1]}"
             line = run.last_line()
             trial.difference = f"it could not resume: {text}, {line}"
             kind = "hangs" if run.hung else "torn" if torn else "cannot-resume"
             evidence = f"{', '.join(torn)} cannot be read; {line}" if torn else f"{text}: {line}"
-            trial.findings = [Finding(kind, evidence)]
+            trial.findings = [AuditFinding(kind, evidence)]
             return trial
         killed = self._leftovers(run, before)
         difference = reference.compare(killed)
@@ -272,7 +272,7 @@ class Audit:
             trial.findings = distinct(certain)
         return trial
 
-    def _from_outputs(self, difference: Difference, left: Leftovers, killed: Leftovers) -> list[Finding]:
+    def _from_outputs(self, difference: Difference, left: Leftovers, killed: Leftovers) -> list[AuditFinding]:
         found = from_names(difference.tensors, difference.equal)
         return found or from_logs(left.logs, killed.logs)
 
@@ -315,10 +315,10 @@ class Audit:
         }
 
 
-def judged(trials: Sequence[Trial], reference: Reference) -> AuditVerdict:
+def judged(trials: Sequence[AuditTrial], reference: Reference) -> AuditVerdict:
     """Return the verdict on all killed runs."""
     counts: Counter[str] = Counter()
-    first: dict[str, Finding] = {}
+    first: dict[str, AuditFinding] = {}
     for trial in trials:
         for finding in trial.findings:
             counts[finding.kind] += 1

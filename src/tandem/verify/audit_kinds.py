@@ -78,7 +78,7 @@ RANDOM = re.compile(r"(?:^|[.:_/])(?:rng|random|cuda_rng)(?:$|[._/])|rng_state|r
 RATE = re.compile(r"(?:^|[._/-])(?:lr|learning_rate)(?:$|[._/-])", re.I)
 
 
-class Finding(NamedTuple):
+class AuditFinding(NamedTuple):
     """A kind of bug with its evidence, the first step that shows it (from 1), and the rank."""
 
     kind: str
@@ -87,7 +87,7 @@ class Finding(NamedTuple):
     rank: int = 0
 
 
-def from_names(differing: Sequence[str], equal: Sequence[str]) -> list[Finding]:
+def from_names(differing: Sequence[str], equal: Sequence[str]) -> list[AuditFinding]:
     """Guess the kind from the names of the tensors that differ, if tensors of other kinds are equal."""
     if not differing or not equal:
         return []
@@ -96,13 +96,13 @@ def from_names(differing: Sequence[str], equal: Sequence[str]) -> list[Finding]:
             shown = ", ".join(f"`{name}`" for name in differing[:2])
             more = f" and {len(differing) - 2} more" if len(differing) > 2 else ""
             are = "differs" if len(differing) == 1 else "differ"
-            return [Finding(kind, f"only {shown}{more} {are} at the end; {len(equal)} others are equal")]
+            return [AuditFinding(kind, f"only {shown}{more} {are} at the end; {len(equal)} others are equal")]
     return []
 
 
 def from_logs(
     baseline: Mapping[str, Mapping[float, float]], killed: Mapping[str, Mapping[float, float]]
-) -> list[Finding]:
+) -> list[AuditFinding]:
     """Find a schedule that restarts, and a log that ends early, in {name: {step: value}} of two runs."""
     found = []
     for name, before in baseline.items():
@@ -113,16 +113,16 @@ def from_logs(
         if RATE.search(name) and other:
             at = other[0]
             text = f"`{name}` is {now[at]:.6g} instead of {before[at]:.6g} at step {at:g}"
-            found.append(Finding("schedule", text, int(at)))
+            found.append(AuditFinding("schedule", text, int(at)))
         if max(now) < max(before):
             text = f"the log of `{name}` ends at step {max(now):g} instead of {max(before):g}"
-            found.append(Finding("fewer-steps", text, int(max(now))))
+            found.append(AuditFinding("fewer-steps", text, int(max(now))))
     return distinct(found)
 
 
-def distinct(findings: Iterable[Finding]) -> list[Finding]:
+def distinct(findings: Iterable[AuditFinding]) -> list[AuditFinding]:
     """Return the first finding of each kind, in the order of KINDS."""
-    first: dict[str, Finding] = {}
+    first: dict[str, AuditFinding] = {}
     for each in findings:
         first.setdefault(each.kind, each)
     return [first[kind] for kind in KINDS if kind in first]

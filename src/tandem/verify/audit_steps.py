@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tandem.verify.audit_kinds import Finding
+from tandem.verify.audit_kinds import AuditFinding
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Alignment:
     """Where each restart resumed (1: the first step; None: unknown), and what differs there."""
 
     resumed_at: list[int | None] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[AuditFinding] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def align(
         if at is None:
             if baseline.repeats("params"):
                 text = "the first step after the restart begins with weights of no step of the other runs"
-                found.findings.append(Finding("weights", text, None, rank))
+                found.findings.append(AuditFinding("weights", text, None, rank))
             at = len(history)
         else:
             restart = _Restart(baseline, reference, len(history), steps, at, rank, ended)
@@ -171,7 +171,7 @@ class _Restart:
         self._missing = len(self._base) - at - len(steps) if ended else 0
         self._moved_to: int | None = None
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[AuditFinding]:
         # The data first: its position explains a learning rate that follows it.
         data = self._data()
         optimizer = self._optimizer()
@@ -187,8 +187,8 @@ class _Restart:
         ]
         return found or self._random() or self._other()
 
-    def _finding(self, kind: str, text: str, step: int | None = None) -> Finding:
-        return Finding(kind, text, self._at + 1 if step is None else step + 1, self._rank)
+    def _finding(self, kind: str, text: str, step: int | None = None) -> AuditFinding:
+        return AuditFinding(kind, text, self._at + 1 if step is None else step + 1, self._rank)
 
     def _first(self, name: str) -> int | None:
         """Return the first of the restart's steps at which a part differs, if the part is reproducible."""
@@ -201,13 +201,13 @@ class _Restart:
         """Return whether the reference for a part of the first step is exact."""
         return self._at < self._recorded or self._baseline.repeats(name)
 
-    def _world(self) -> list[Finding]:
+    def _world(self) -> list[AuditFinding]:
         now, before = self._steps[0].world, self._ref[self._at].world
         if now == before:
             return []
         return [self._finding("world", f"{now} ranks instead of {before}")]
 
-    def _optimizer(self) -> list[Finding]:
+    def _optimizer(self) -> list[AuditFinding]:
         now, before = self._steps[0], self._ref[self._at]
         pairs = Counter(zip(now.params, now.state, strict=False))
         missing = Counter(zip(before.params, before.state, strict=False)) - pairs
@@ -232,7 +232,7 @@ class _Restart:
             self._finding("optimizer-differs", f"{where}the state of {count} of {total} parameters differs")
         ]
 
-    def _schedule(self) -> list[Finding]:
+    def _schedule(self) -> list[AuditFinding]:
         first = self._first("lr")
         if first is None:
             return []
@@ -245,13 +245,13 @@ class _Restart:
             text += "; it is that of the first steps again"
         return [self._finding("schedule", text, at)]
 
-    def _part(self, name: str, kind: str, text: str) -> list[Finding]:
+    def _part(self, name: str, kind: str, text: str) -> list[AuditFinding]:
         if not self._is_known(name):
             return []
         now, before = getattr(self._steps[0], name), getattr(self._ref[self._at], name)
         return [] if now == before else [self._finding(kind, f"{text} at step {self._at + 1}")]
 
-    def _data(self) -> list[Finding]:
+    def _data(self) -> list[AuditFinding]:
         """Say how the batches differ from those of the same steps."""
         first = self._first("inputs")
         if first is None:
@@ -283,7 +283,7 @@ class _Restart:
             return start
         return min(places, key=lambda place: abs(place - self._at - first), default=None)
 
-    def _moved(self, at: int, match: int, start: int, starts: Sequence[int]) -> Finding:
+    def _moved(self, at: int, match: int, start: int, starts: Sequence[int]) -> AuditFinding:
         """Describe a step that has the batch of another step of the baseline."""
         text = f"step {at + 1} has the batch of step {match + 1}"
         if match > at:
@@ -297,7 +297,7 @@ class _Restart:
         where = ", the first of its epoch" if match == start else ", the first of an earlier epoch"
         return self._finding("data-restarts", text + (where if match in starts else ""), at)
 
-    def _unmatched(self, first: int, at: int, start: int, starts: Sequence[int]) -> Finding:
+    def _unmatched(self, first: int, at: int, start: int, starts: Sequence[int]) -> AuditFinding:
         """Describe a step whose batch is in no step of the baseline: another order, or other samples."""
         end = next((each for each in starts if each > at), len(self._base))
         due = Counter(_samples(self._base[at:end]))
@@ -322,7 +322,7 @@ class _Restart:
             return self._finding("data-restarts", text, at)
         return self._finding("random", f"step {at + 1} has samples that no step of the other runs has", at)
 
-    def _count(self, data: Sequence[Finding]) -> list[Finding]:
+    def _count(self, data: Sequence[AuditFinding]) -> list[AuditFinding]:
         planned = len(self._base)
         done = planned - self._missing
         if not self._missing or len(self._base) != len(self._baseline.again):
@@ -338,7 +338,7 @@ class _Restart:
         kind = "skipped" if is_epochs and len(self._baseline.epochs()) > 1 else "fewer-steps"
         return [self._finding(kind, text, done)]
 
-    def _random(self) -> list[Finding]:
+    def _random(self) -> list[AuditFinding]:
         """Look for a step with the same weights and batch, but other random states and gradients."""
         first = self._first("grads")
         if first is None:
@@ -353,7 +353,7 @@ class _Restart:
         )
         return [self._finding("random", text, self._at + first)]
 
-    def _other(self) -> list[Finding]:
+    def _other(self) -> list[AuditFinding]:
         first = self._first("grads")
         if first is None or not self._baseline.repeats("params"):
             return []

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from tandem.signals import StopFlag
-from tandem.verify.audit import Asked, AuditVerdict, audit
+from tandem.verify.audit import AuditOptions, AuditVerdict, audit
 
 
 def assert_resumes(
@@ -33,7 +33,7 @@ def assert_resumes(
     if the program fails without a kill.
     """
     pattern = re.compile(log, re.MULTILINE) if log else None
-    asked = Asked(tuple(command), launcher, nproc, kills, tuple(outputs), pattern)
+    asked = AuditOptions(tuple(command), launcher, nproc, kills, tuple(outputs), pattern)
     lines: list[str] = []
     # No handler is installed: Ctrl-C ends the test, and the block of each run kills its processes.
     found = audit(asked, os.environ if environ is None else environ, StopFlag(), lines.append)
