@@ -205,6 +205,7 @@ def refuses(group: ProcessGroup) -> dict[str, Any]:
     torch.set_num_threads(1 + group.rank)
     with pytest.raises(ConfigError) as caught:
         rank.stepper.repeat_on_others(Settings().compute, cast(Any, None))
+    torch.set_num_threads(1)  # OpenMP's threads of the process that forked this one are gone
     said.append(str(caught.value))
     rank.batches = lambda: [{"x": torch.zeros(5, 6), "y": torch.zeros(5).long(), "rank": group.rank}]  # type: ignore[method-assign]
     with pytest.raises(ConfigError) as caught:

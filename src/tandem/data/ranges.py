@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from tandem.errors import ConfigError, DataUnavailableError
+from tandem.text import first_line
 from tandem.timeouts import (
     BLOCK_BACKOFF_SECONDS,
     BLOCK_DEADLINE_SECONDS,
@@ -116,10 +117,9 @@ class RangeReader:
             pause = min(2 * pause, LONGEST_BLOCK_BACKOFF_SECONDS)
 
     def _give_up(self, address: str, what: str, error: Exception) -> NoReturn:
-        cause = str(error) or type(error).__name__
         raise DataUnavailableError(
             f"cannot read {shown(address)}, {what}: no complete answer for {self.deadline:g} s; "
-            f"the last problem: {cause.splitlines()[0]}"
+            f"the last problem: {first_line(error)}"
         ) from error
 
     def _once(self, address: str, offset: int, length: int, end: float) -> tuple[bytes, int]:
@@ -183,8 +183,8 @@ class RangeReader:
         try:
             return call()
         except (FileNotFoundError, PermissionError) as error:
-            reason = "there is no such object" if isinstance(error, FileNotFoundError) else str(error)
-            raise ConfigError(f"{shown(address)}: {reason.splitlines()[0]}") from error
+            reason = "there is no such object" if isinstance(error, FileNotFoundError) else first_line(error)
+            raise ConfigError(f"{shown(address)}: {reason}") from error
         except OSError:
             raise
         except Exception as error:  # botocore and aiohttp have their own classes

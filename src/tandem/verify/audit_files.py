@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.text import one_line
+
 TORCH = frozenset((".pt", ".pth", ".bin", ".ckpt", ".tar"))
 NUMPY = frozenset((".npy", ".npz"))
 SAFETENSORS = ".safetensors"
@@ -63,7 +65,7 @@ def read(path: Path) -> dict[str, Leaf]:
         raise
     # A damaged file makes its reader raise anything.
     except Exception as error:
-        raise UnreadableError(f"{path.name}: {type(error).__name__}: {error}".splitlines()[0]) from error
+        raise UnreadableError(f"{path.name}: {one_line(error)}") from error
 
 
 class _one_array(dict[str, Any]):
