@@ -110,6 +110,20 @@ def test_containers_that_come_later_are_another_jobs(played: Any) -> None:
     assert code == 143
 
 
+def test_a_killed_node_that_a_spare_has_replaced_is_no_failure_of_the_job(played: Any) -> None:
+    wrote(played, {**STOPPED, "state": "finished", "exit_code": 0, "restarts": 1})
+
+    def end(*codes: int) -> tuple[int, str]:
+        played.there = [node(index) for index in range(3)]
+        return ended(played, *(node(index, "exited", code) for index, code in enumerate(codes)))
+
+    assert end(0, 137, 0)[0] == 137
+    played.variables["TANDEM_SPARES"] = "1"
+    code, line = end(0, 137, 0)
+    assert code == 0 and "node 1 137" in line and "1 restart," in line
+    assert [end(*codes)[0] for codes in ((0, 137, 137), (137, 0, 0), (0, 2, 0))] == [137, 137, 2]
+
+
 def test_a_summary_that_was_cut_short_counts_as_none(played: Any) -> None:
     played.files["/checkpoints/digits/summary.json"] = ('{"state": "sto', 1767323045.0)
     code, line = ended(played, node(0, "exited", 143), node(1, "exited", 143))

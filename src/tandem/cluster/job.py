@@ -9,7 +9,8 @@ from datetime import datetime
 from tandem.cluster.engine import STOP_SECONDS, Cluster, Node, code_of_removed, project_word
 from tandem.cluster.network import keep_shape
 from tandem.cluster.volume import read, volume_of
-from tandem.errors import KILLED, job_code
+from tandem.errors import FINISHED, KILLED, job_code
+from tandem.log import counted
 
 POLL_SECONDS = 0.5
 
@@ -94,7 +95,7 @@ class ClusterJob:
     def ending(self) -> tuple[int, str]:
         """Return the job's exit code and a one-line summary. The code of an unobserved job is not 0."""
         codes = self.codes()
-        code = job_code(list(codes.values())) if codes else KILLED
+        code = self._code(codes) if codes else KILLED
         summary = self.summary(code)
         nodes = ", ".join(f"node {index} {each}" for index, each in codes.items())
         end = f"ended with {code} ({nodes or 'its nodes were removed before they were seen'})"
@@ -105,6 +106,14 @@ class ClusterJob:
             line = "the nodes are removed, and no summary of this job is in the volume; its logs may be"
             return code, f"{end}; {line}: {self._copy_command()}"
         return code, f"{end}; no summary was written, the logs say why: make compose-logs"
+
+    def _code(self, codes: Mapping[int, int]) -> int:
+        """Return the job's exit code: with spares, as many killed nodes as spares do not count."""
+        failures = [code for code in codes.values() if code != FINISHED]
+        spares = int(self.cluster.variables.get("TANDEM_SPARES") or 0)
+        if codes.get(0) == FINISHED and len(failures) <= spares and set(failures) <= {KILLED}:
+            return FINISHED
+        return job_code(list(codes.values()))
 
     def _copy_command(self) -> str:
         """Return the command that copies the run's files to this host."""
@@ -121,7 +130,7 @@ class ClusterJob:
             [f"{name} {value:.4f}" for name, value in scores.items()] if isinstance(scores, dict) else []
         )
         details += [f"{rate:,.0f} samples/s"] if isinstance(rate, float) and rate else []
-        details += [f"{summary['restarts']} restarts"] if summary.get("restarts") else []
+        details += [counted(int(str(summary["restarts"])), "restart")] if summary.get("restarts") else []
         details += [f"weights {str(digest)[:12]}"] if digest else []
         details += [f"checkpoint of step {saved}"] if saved is not None else []
         details += [str(summary["reason"])] if summary.get("reason") else []
