@@ -1,6 +1,7 @@
 """How a job of containers ends, and what is said of it: a played engine says nodes, files and events."""
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -193,3 +194,13 @@ def test_down_stops_a_job_and_says_how_it_ended_before_it_removes_it(
     ending = f"ended with 143 (node 0 143, node 1 143): {SAID}\n"
     assert capsys.readouterr().out == (stopping + ending + down if runs else down)
     assert calls == (["stop", "down"] if runs else ["down"])
+
+
+def test_a_second_sigterm_is_no_second_interrupt() -> None:
+    before = signal.signal(signal.SIGTERM, command_line.stop_once)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -116,8 +116,7 @@ def run(options: argparse.Namespace) -> int:
 
     Raises TandemError.
     """
-    # SIGTERM ends like Ctrl-C, so that the nodes are stopped and can save.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, stop_once)
     try:
         check_project(options.project)
         check_image(options.image)
@@ -133,6 +132,15 @@ def run(options: argparse.Namespace) -> int:
         # The same error keeps its class, and with it the exit code.
         error.args = (typed(str(error)),)
         raise
+
+
+def stop_once(number: int, frame: object) -> None:
+    """Handle SIGTERM like the first Ctrl-C, so that the nodes are stopped and can save; ignore later ones.
+
+    `make` passes the signal on, so this process gets it twice if its whole process group does.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def run_typed(options: argparse.Namespace) -> int:
