@@ -1,11 +1,12 @@
 """Use kernel services for processes: prctl(2), /proc, control groups; control Python's search path."""
 
 import ctypes
+import gc
 import os
 import signal
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -20,6 +21,24 @@ ENDED = ("Z", "X", "x")
 def name_process(name: str) -> None:
     """Set the name that `ps` and `pkill` show for this process, up to 15 characters; exec resets it."""
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Do not collect garbage during large imports, nor ever look at the objects that exist afterwards.
+
+    `import torch` makes hundreds of thousands of objects, none of them garbage; to look for it among them
+    takes a fifth of the import's time. In processes forked from this one, a collection would also write to
+    shared pages and so copy them.
+    """
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if is_enabled:
+            gc.enable()
 
 
 def end_with_parent(number: int) -> None:

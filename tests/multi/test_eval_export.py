@@ -88,6 +88,13 @@ def test_weights_of_another_model_are_one_line(tandem: Run) -> None:
     assert "use the task and fields it was trained with" in output
 
 
+def test_an_evaluation_computes_with_the_settings_of_its_checkpoint(tandem: Run) -> None:
+    unpooled = ["--task", "small.py:Unpooled", "--task.width", "16"]
+    assert tandem("eval", "run", *unpooled)[0] == 0
+    code, output = tandem("eval", "run", *unpooled, "--deterministic")
+    assert code == 2 and "has no deterministic kernel" in output, output
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -25,6 +25,7 @@ from tandem.launch.torch_variables import wait_passively
 from tandem.log import is_quiet, log_if_slow, outlive_the_terminal, setup, writes_to_file
 from tandem.platforms.placement import Placement, detect, of_this_process
 from tandem.platforms.replica import note_code, note_end, note_start, stay_down_code
+from tandem.process import without_collection
 from tandem.run.directory import RunDir
 from tandem.run.lease import refuse_if_owned
 from tandem.script.job import Program
@@ -134,7 +135,7 @@ def _train(run: RunDir, settings: Settings, placement: Placement, chosen: frozen
     if settings.telemetry.notify is not None and not placement.rank:
         log.warning("--notify has no effect here: an agent sends the messages; start with `tandem launch`")
     wait_passively()
-    with log_if_slow("importing torch"):
+    with log_if_slow("importing torch"), without_collection():
         from tandem.launch.lone_rank import run_lone_rank
         from tandem.work.task import rank_function
 

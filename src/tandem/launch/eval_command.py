@@ -70,6 +70,7 @@ def evaluate(source: str, given: Mapping[str, Given], environ: Mapping[str, str]
 
 
 def _as_rank(settings: Settings, start: RankStart, store: CheckpointStore, step: int, as_json: bool) -> int:
+    from tandem.distributed.devices import not_deterministic
     from tandem.distributed.peers import is_peer_loss
     from tandem.rank.task import score
 
@@ -81,6 +82,8 @@ def _as_rank(settings: Settings, start: RankStart, store: CheckpointStore, step:
     except Exception as error:
         if is_peer_loss(error, position.world_size):
             raise PeerLostError(f"lost the other ranks: {one_line(error)}") from error
+        if (refused := not_deterministic(error)) is not None:
+            raise refused from error
         log.error("%s\nthe task failed: %s", short_trace(error), what_and_where(error))
         return FAILED
     if position.rank == 0:

@@ -7,7 +7,6 @@ process instead of started as a new interpreter. See docs/architecture.md#design
 """
 
 import contextlib
-import gc
 import importlib
 import multiprocessing
 import os
@@ -23,7 +22,7 @@ from typing import Any, NoReturn, cast
 
 from tandem.errors import PeerLostError
 from tandem.log import log_if_slow
-from tandem.process import SAFE_PATH, end_with_parent, name_process, safe_path, stat_of
+from tandem.process import SAFE_PATH, end_with_parent, name_process, safe_path, stat_of, without_collection
 from tandem.signals import deferred_signals
 
 NAME = "tandem-forks"
@@ -115,7 +114,6 @@ def _fork(preload: Sequence[str]) -> int:
         # Text in a buffer would be copied by the fork, and written by both processes.
         sys.stdout.flush()
         sys.stderr.flush()
-        gc.freeze()  # garbage collection would write to shared pages and so copy them
         pid = os.fork()
         if pid == 0:
             os.close(ours)
@@ -149,9 +147,10 @@ def _serve(listener: int, alive: int, imports: int, preload: Sequence[str], secr
         ignore_signals()  # again: its module may have been imported in the caller's own fork server
         # Fork servers that ranks start must not import fork_server_signals.py.
         multiprocessing.set_forkserver_preload(["__main__"])
-        for name in preload:
-            with contextlib.suppress(ImportError):  # as forkserver.main does; the rank reports it
-                importlib.import_module(name)
+        with without_collection():
+            for name in preload:
+                with contextlib.suppress(ImportError):  # as forkserver.main does; the rank reports it
+                    importlib.import_module(name)
         os.close(imports)
         more: dict[str, Any] = {}
         if secret is not None:

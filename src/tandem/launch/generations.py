@@ -9,7 +9,6 @@ docs/architecture.md#who-decides-restarts.
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -40,7 +39,6 @@ from tandem.launch.membership import Departures, Membership
 from tandem.launch.node_context import NodeContext, RestartBudget
 from tandem.launch.recovery import Recovery, Repeats
 from tandem.launch.rendezvous import (
-    LEFT_KEY,
     JobEndedError,
     StopRequestedError,
     StoreLostError,
@@ -48,11 +46,11 @@ from tandem.launch.rendezvous import (
     is_confirmed,
     job_end_in,
     publish_job_result,
-    stay_until_all_left,
 )
-from tandem.launch.rendezvous_state import check_all_stay, handler_of, others_live, paces, who_is_here
+from tandem.launch.rendezvous_state import check_all_stay, handler_of, paces, who_is_here
 from tandem.launch.shutdown import (
     Stopping,
+    await_departures,
     await_end_of_ranks,
     await_other_nodes,
     cause_in,
@@ -196,34 +194,39 @@ class NodeAgent(SimpleElasticAgent):
                 # Rank 0 may be saving, and its error is the reason to report.
                 self._workers.wait(ENDING_SECONDS)
             codes = self._workers.kill() or {0: code}
-            how = self._describe_end(codes)
-            # A stop is requested but the ranks were killed or lost their peers, so nothing is saved yet.
-            # Start all ranks once more, to save a snapshot in node 0's memory that is newer than the disk.
-            if self._stop and self._work.is_retried(code) and code != INTERRUPTED_TWICE:
-                # A rank that was started only to save, and said why it could not, would fail again.
-                if not self._may_save() or (only_saves and self._node.view.last_words):
-                    return KILLED, f"stopped by {self._stop.name} without a checkpoint ({how})"
-                how = f"{how}; one more start, to save before stopping"
-            elif self._stop or not self._work.is_retried(code):
-                return code, how
-            # A third attempt would hang in the same place.
-            if (again := self._same_hang_again()) is not None:
-                return PEER_LOST, again.text
-            # A lack of memory is charged to no node: the micro-batch can be halved only a few times.
-            # Charge any other failure to one node only; see `_is_to_blame`.
-            if not self._recovery.memory_reason and self._is_to_blame(code):
-                self._budget.incidents += 1
-                if self._hang is not None or (code != PEER_LOST and not self._recovery.has_lost_others()):
-                    self._places.charge(self._root)
-            if self._budget.is_spent:
-                return KILLED if self._stop else PEER_LOST, f"{self._budget} is spent: {how}"
-            log.warning("%s; restarting all ranks (generation %d)", how, self._grant.restart + 2)
-            if not self._recovery.memory_reason:
-                self._repeats.ended(code, self._positions, self._prefix, self._grant, codes)
+            if (end := self._end_of_job(code, codes, only_saves)) is not None:
+                return end
 
-    def _same_hang_again(self) -> Alarm | None:
-        """Return the hang that ended this generation and the previous one, and would recur; else None."""
-        return self._hang if self._hang is not None and self._hang.again else None
+    def _end_of_job(self, code: int, codes: Mapping[int, int], only_saves: bool) -> tuple[int, str] | None:
+        """Return how the job ends for this node after a failed generation, or None for another generation.
+
+        Charges the failure to the restart budget. `only_saves`: the generation was started only to save.
+        """
+        how = self._describe_end(codes)
+        # A stop is requested but the ranks were killed or lost their peers, so nothing is saved yet.
+        # Start all ranks once more, to save a snapshot in node 0's memory that is newer than the disk.
+        if self._stop and self._work.is_retried(code) and code != INTERRUPTED_TWICE:
+            # A rank that was started only to save, and said why it could not, would fail again.
+            if not self._may_save() or (only_saves and self._node.view.last_words):
+                return KILLED, f"stopped by {self._stop.name} without a checkpoint ({how})"
+            how = f"{how}; one more start, to save before stopping"
+        elif self._stop or not self._work.is_retried(code):
+            return code, how
+        # A third attempt would hang in the same place.
+        if self._hang is not None and self._hang.again:
+            return PEER_LOST, self._hang.text
+        # A lack of memory is charged to no node: the micro-batch can be halved only a few times.
+        # Charge any other failure to one node only; see `_is_to_blame`.
+        if not self._recovery.memory_reason and self._is_to_blame(code):
+            self._budget.incidents += 1
+            if self._hang is not None or (code != PEER_LOST and not self._recovery.has_lost_others()):
+                self._places.charge(self._root)
+        if self._budget.is_spent:
+            return KILLED if self._stop else PEER_LOST, f"{self._budget} is spent: {how}"
+        log.warning("%s; restarting all ranks (generation %d)", how, self._grant.restart + 2)
+        if not self._recovery.memory_reason:
+            self._repeats.ended(code, self._positions, self._prefix, self._grant, codes)
+        return None
 
     def _may_save(self) -> bool:
         waits_since = self._waiting_since if self._joining else None
@@ -416,20 +419,14 @@ class NodeAgent(SimpleElasticAgent):
             # A retried code is this node's own: its platform restarts it, and the others rejoin. It ends the
             # job only if a restart cannot help.
             is_over = not self._work.is_retried(code) or self._budget.is_spent
-            if is_over or self._same_hang_again() is not None:
+            if is_over or (self._hang is not None and self._hang.again):
                 publish_job_result(self._root, code, reason)
         stop_keep_alive(self._handler)
         with contextlib.suppress(RuntimeError, RendezvousError, OSError):
-            left = self._root.add(LEFT_KEY, 1)
-            placement = self._node.placement
             # After a success the others may still be finishing their last save, so node 0 waits as long as
             # for their arrival. Otherwise `stay_until_all_left` has its own limit, LEAVE_SECONDS.
-            stays = running_clock.now() + self._node.config.master_timeout * (code == FINISHED)
-            while placement.node_rank == 0 and left < placement.nodes:
-                left = stay_until_all_left(self._root, placement.nodes, left, should_stop=self._has_no_time)
-                if self._stop or running_clock.now() > stays or not others_live(self._handler, placement):
-                    break
-                self._node.view.last_progress = time.time()
+            limit = self._node.config.master_timeout if code == FINISHED else 0.0
+            await_departures(self._node, self._root, self._handler, limit, self._has_no_time)
         return False
 
     # The methods that torch's SimpleElasticAgent calls.

@@ -24,7 +24,7 @@ from tandem.launch.tracker import TrackerProcess
 from tandem.launch.workers import Workers
 from tandem.log import is_quiet, log_if_slow, reporting, setup
 from tandem.platforms.placement import Placement
-from tandem.process import name_process
+from tandem.process import name_process, without_collection
 from tandem.report.access import Access, load_access
 from tandem.run.crash_loop import CrashLoop
 from tandem.run.directory import RunDir
@@ -59,11 +59,11 @@ def run_this_node(
     set_for_ranks(placement.is_one_host, work.has_own_store)
     # `scratch` is a temporary directory for sockets.
     with run.made(not placement.node_rank), scratch() as folder, contextlib.ExitStack() as opened:
-        with _reporting_start(settings, state_dir), log_if_slow("importing torch"):
+        with _reporting_start(settings, state_dir), log_if_slow("importing torch"), without_collection():
             import torch  # noqa: F401
         start_fork_server(work.preload, folder)  # must happen while this process has one thread
         with _reporting_start(settings, state_dir):
-            with log_if_slow("importing torch.distributed"):
+            with log_if_slow("importing torch.distributed"), without_collection():
                 from tandem.launch.store_endpoint import StoreEndpoint, announce
 
             endpoint = StoreEndpoint(placement, key)
@@ -131,7 +131,7 @@ def _run_agent(
     prepared: _Prepared,
 ) -> int:
     """Run the agent, together with what shows the run to the outside."""
-    with log_if_slow("importing the agent"):
+    with log_if_slow("importing the agent"), without_collection():
         from tandem.launch.agent import run_agent
         from tandem.launch.node_context import NodeContext
         from tandem.launch.view import NodeView

@@ -37,6 +37,7 @@ REASON_CHARACTERS = 400
 RUN_ID = "tandem"
 JOB_RESULT_KEY = "tandem/verdict"
 LEFT_KEY = "tandem/left"
+NO_RESULT = "none"
 END_KEY = "tandem/end"
 """Node 0 sets it when its result is final; spares believe a success only then."""
 JOB_KEY = "tandem/job"
@@ -77,12 +78,12 @@ def job_end_in(store: TCPStore) -> JobEndedError | None:
     failure.
     """
     try:
-        if not store.check([JOB_RESULT_KEY]):
-            return None
-        text = store.get(JOB_RESULT_KEY).decode(errors="replace")
+        # One request: node 0 may delete the key between a check and a get, which would wait for it. If the
+        # key is absent, the store answers with the expected value; the key never has that value.
+        text = store.compare_set(JOB_RESULT_KEY, NO_RESULT, NO_RESULT).decode(errors="replace")
     except RuntimeError as error:
         raise StoreLostError from error
-    return _job_end(text)
+    return None if text == NO_RESULT else _job_end(text)
 
 
 def _job_end(text: str) -> JobEndedError:

@@ -6,6 +6,7 @@ See docs/architecture.md#a-sigterm.
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
@@ -15,10 +16,12 @@ from tandem.errors import FINISHED, KILLED, PEER_LOST, STOPPED, StuckError
 from tandem.launch.node_context import NodeContext
 from tandem.launch.rendezvous import (
     JOB_RESULT_KEY,
+    LEFT_KEY,
     JobEndedError,
     StopRequestedError,
     job_end_in,
     publish_job_result,
+    stay_until_all_left,
 )
 from tandem.launch.rendezvous_state import others_live
 from tandem.timeouts import (
@@ -156,6 +159,27 @@ def await_other_nodes(
             next_word = deadline
             log.info("the ranks on this node finished; waiting for the other nodes")
         time.sleep(MONITOR_SECONDS)
+
+
+def await_departures(
+    node: NodeContext,
+    store: TCPStore,
+    handler: DynamicRendezvousHandler,
+    seconds: float,
+    should_stop: Callable[[], bool],
+) -> None:
+    """Count this node as gone; on node 0, which has the store, wait up to `seconds` for the others to go.
+
+    The wait also ends when a stop is requested or no other node lives.
+    """
+    left = store.add(LEFT_KEY, 1)
+    deadline = running_clock.now() + seconds
+    nodes = node.placement.nodes
+    while node.placement.node_rank == 0 and left < nodes:
+        left = stay_until_all_left(store, nodes, left, should_stop=should_stop)
+        if node.stop or running_clock.now() > deadline or not others_live(handler, node.placement):
+            return
+        node.view.last_progress = time.time()
 
 
 def leave_cause(store: TCPStore, cause: Cause) -> str:

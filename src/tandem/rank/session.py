@@ -145,26 +145,30 @@ class RankSession:
         devices = choose_devices(compute.device, position.gpu, compute.devices_per_rank, had_gpu)
         # cuBLAS reads its setting when it starts, and threads inherit the CPUs they are bound to. So this
         # comes before the group opens.
+        self._apply_compute(devices)
         if trains:
-            self._get_ready(devices)
+            self._log_wait()
         limit = self.given.reliability.phase_timeout
         connection = self.connection
         self.world = ProcessGroup.open(
             position, connection, devices[0], limit, devices, connection.patience, had_gpu
         )
 
-    def _get_ready(self, devices: Sequence[torch.device]) -> None:
-        """Apply the settings for determinism, NUMA and TF32; log which ranks this process waits for."""
+    def _apply_compute(self, devices: Sequence[torch.device]) -> None:
+        """Apply the settings for determinism, NUMA and TF32."""
         compute = self.given.compute
-        connection = self.connection
         if compute.deterministic:
             compute_deterministically()
         if compute.numa_binding == "node":
             bind_to_node(devices)
         if compute.tf32 and devices[0].type == "cuda":
             allow_tf32()
+
+    def _log_wait(self) -> None:
+        """Log which ranks this process waits for if no agent reports it."""
+        connection = self.connection
         if connection.store is None and connection.init == "master" and connection.master is not None:
-            # No agent reports this, and a rank that was started alone waits for a long time.
+            # A rank that was started alone waits for a long time.
             where = ":".join(map(str, connection.master))
             size = self.position.world_size
             log.info("waiting for the other %d of %d ranks at %s", size - 1, size, where)

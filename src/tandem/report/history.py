@@ -38,9 +38,11 @@ class History:
         self._ranks = Ranks([], None)
         self._listed: tuple[float, list[dict[str, object]]] = (float("-inf"), [])
         self.version = 0
-        for record in files.lines(METRICS):
+        points = files.lines(METRICS)
+        events = files.events()
+        for record in points:
             self._add_point(record)
-        for record in files.events():
+        for record in events:
             if record.get("kind") != COUNTED:
                 self._add_event(record)
         # `now` lists an address in a thread, which is too late for a report, because it asks only once.
