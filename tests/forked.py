@@ -16,6 +16,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,7 @@ def run(words: list[str], cwd: str, environ: dict[str, str], fds: list[int]) -> 
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environ)
+    tempfile.tempdir = None  # torch's import has looked it up in the server's environment
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     for start, end, block in ((45, 46, "\0".join(words).encode()), (47, 48, _block(environ))):
         first, last = int(fields[start]), int(fields[end])
