@@ -153,6 +153,7 @@ gpu-check: ## check tandem on one GPU in ten minutes: correctness and cost (offl
 	fi
 
 bench: setup-dev ## compare tandem with its peers on two quiet cores; writes docs/benchmarks.md
+	$(BIN)/python benchmarks/table.py
 	@# a benchmark that misses its target exits with 1, but its row still belongs in the table
 	-$(BIN)/python benchmarks/thousand_ranks.py --json benchmarks/results/thousand_ranks.json
 	-$(BIN)/python benchmarks/data_path.py --rounds 3 --json benchmarks/results/data_path.json

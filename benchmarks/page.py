@@ -164,6 +164,7 @@ def _measured_on(machine: dict[str, Any]) -> str:
         "Python": machine.get("python") and f"Python {machine['python']}",
         "date": machine["time"],
         "commit": machine.get("commit") and f"commit {machine['commit']}",
+        "command": machine.get("command") and f"`{machine['command']}`",
     }
     loads = {
         "load before the start": before is not None
@@ -174,8 +175,8 @@ def _measured_on(machine: dict[str, Any]) -> str:
     load = ", ".join(filter(None, loads.values()))
     said = f"Measured on {where}." + (f" {load[0].upper()}{load[1:]}." if load else "")
     unknown = ", ".join(name for name, value in {**known, **loads}.items() if not value)
-    added = f" Result added in {machine['added_in']}." if machine.get("added_in") else ""
-    return said + (f" Not recorded: {unknown}.{added}" if unknown else "")
+    old = f"**Older result**, added in {machine['added_in']}. " if machine.get("added_in") else ""
+    return said + (f" {old}Not recorded: {unknown}." if unknown else "")
 
 
 def _table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:

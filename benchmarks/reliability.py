@@ -21,9 +21,8 @@ import recovery_trials
 import resume_trials
 import save_trials
 import store_trials
-from table import Row, render, write
+from table import RESULTS, Row, refuse_changes, render, write
 
-RESULTS = Path(__file__).parent / "results"
 PARTS: dict[str, Callable[[bool], list[Row]]] = {
     "store": store_trials.rows,
     "resume": lambda full: resume_trials.exact_resume(
@@ -49,6 +48,8 @@ def main() -> int:
     unknown = sorted(set(asked.parts) - set(PARTS))
     if unknown:
         parser.error(f"no part {unknown[0]}; there are {', '.join(PARTS)}")
+    if asked.full:
+        refuse_changes()
     rows: list[Row] = []
     for part in asked.parts:
         print(f"{part} ...", file=sys.stderr, flush=True)

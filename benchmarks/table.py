@@ -1,14 +1,25 @@
-"""One line of a benchmark's outcome, and how many lines become a table and a JSON file."""
+"""One line of a benchmark's outcome, and how many lines become a table and a JSON file.
+
+    python benchmarks/table.py
+
+A figure in benchmarks/results belongs to a commit. A program that is to write there, and this one, ends with 2
+if a file that is measured, or that measures, differs from the commit.
+"""
 
 import json
 import os
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+GENERATED = ("benchmarks/results", "docs", "README.md", "changes", "CHANGELOG.md")
+"""What a benchmark or page.py writes, and what says nothing about how fast tandem is."""
 LOAD_BEFORE = round(os.getloadavg()[0], 1)
 """The 1-minute load average when the program started, so without the benchmark's own work."""
 
@@ -74,17 +85,54 @@ def machine() -> dict[str, object]:
         "load_before": LOAD_BEFORE,
         "load": round(os.getloadavg()[2], 1),
         "commit": _commit(),
+        "command": " ".join([Path(sys.argv[0]).name, *map(_relative, sys.argv[1:])]),
         "time": time.strftime("%Y-%m-%d", time.gmtime()),
     }
 
 
-def _commit() -> str | None:
-    """Of this checkout, with `-dirty` if a tracked file differs from it; None outside a checkout."""
-    words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
+def _git(*words: str) -> str | None:
+    """What git says; None outside a checkout."""
+    command = ["git", "-C", str(ROOT), *words]
     try:
-        return subprocess.check_output(words, text=True, stderr=subprocess.DEVNULL, timeout=30).strip()
+        return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _commit() -> str | None:
+    """Of this checkout, with `-dirty` if a file that counts differs from it; None outside a checkout."""
+    commit = _git("rev-parse", "--short", "HEAD")
+    return commit and commit.strip() + ("-dirty" if changed_files() else "")
+
+
+def changed_files() -> list[str]:
+    """The tracked files that differ from the commit, without GENERATED."""
+    excluded = [f":(exclude){name}" for name in GENERATED]
+    return (_git("diff", "--name-only", "HEAD", "--", ".", *excluded) or "").split()
+
+
+def refuse_changes() -> None:
+    """Raises SystemExit with 2 and one line if files differ from the commit that figures would be noted for."""
+    changed = changed_files()
+    if not changed:
+        return
+    more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+    print(
+        f"{Path(sys.argv[0]).name}: {changed[0]}{more} differs from the commit; figures in benchmarks/results "
+        "belong to a commit: commit or stash the changes, or write elsewhere with --json FILE",
+        file=sys.stderr,
+    )
+    raise SystemExit(2)
+
+
+def _relative(word: str) -> str:
+    """A path in this checkout relative to it, so that results do not name the machine's directories."""
+    path = Path(word)
+    return str(path.relative_to(ROOT)) if path.is_absolute() and path.is_relative_to(ROOT) else word
+
+
+def _are_results(word: str) -> bool:
+    return word.endswith(".json") and Path(word).resolve().is_relative_to(RESULTS)
 
 
 def _processor() -> str:
@@ -113,3 +161,8 @@ def finish(rows: Sequence[Row], path: Path | None) -> int:
     if path is not None:
         write(rows, path)
     return int(any(row.passed is False for row in rows))
+
+
+# Before anything is measured, because a measurement takes minutes to hours.
+if __name__ == "__main__" or any(map(_are_results, sys.argv[1:])):
+    refuse_changes()

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from live_runs import LiveRun, session_of
 from recovery_trials import recovery
-from table import Row, render, write
+from table import RESULTS, Row, refuse_changes, render, write
 from tandem.timeouts import REPEAT_WINDOW_SECONDS
 
 OFFSETS = (-30, -10, -6, -1, 10, 30)
@@ -35,7 +35,6 @@ FLAGS = ("--log-every", 20, "--threads", 1, "--steps", STEPS, "--lr", 0.01)
 EVERY = ("--checkpoint-every", 50)
 SHUTDOWN_SECONDS = 25
 LIMIT = 400.0
-RESULTS = Path(__file__).parent / "results"
 
 
 def undisturbed(folder: Path, *flags: object) -> str:
@@ -335,6 +334,7 @@ if __name__ == "__main__":
     parser.add_argument("--signals", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=10)
     asked = parser.parse_args()
+    refuse_changes()
     with tempfile.TemporaryDirectory(prefix="tandem-trust-") as name:
         trials: dict[str, Callable[[Path], list[Row]]] = {
             "clocks": lambda place: clocks(asked.starts, asked.kills, place),

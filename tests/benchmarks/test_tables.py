@@ -133,3 +133,32 @@ def test_what_no_file_has_is_not_measured(tmp_path: Path) -> None:
     assert len(unmeasured) == text.count("Not measured.") == text.count("\n## ") - 2, "all but the last two"
     elsewhere = re.findall(r"^\| \[.*\) \| `(\S+\.py)", text, re.M)
     assert elsewhere and all((PROGRAMS / program).exists() for program in (*unmeasured, *elsewhere))
+
+
+def test_a_result_is_refused_for_files_that_differ_from_the_commit(tmp_path: Path) -> None:
+    """Before anything is measured; a file of another directory, and what benchmarks generate, are none of it."""
+    checkout = tmp_path / "checkout"
+    shutil.copytree(PROGRAMS, checkout / "benchmarks", ignore=shutil.ignore_patterns("__pycache__"))
+    (checkout / "docs").mkdir()
+    (checkout / "docs" / "page.md").write_text("old")
+    git = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-C", str(checkout)]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "x"]):
+        subprocess.run([*git, *words], check=True)
+
+    def refusal(*words: str) -> str:
+        command = [sys.executable, str(checkout / "benchmarks" / "table.py"), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patient(60))
+        assert done.returncode == (2 if done.stderr else 0) and len(done.stderr.splitlines()) <= 1
+        return done.stderr
+
+    def refused_import(path: Path) -> int:
+        code = f"import sys; sys.argv += [{str(path)!r}]; import table"
+        return subprocess.run([sys.executable, "-c", code], cwd=checkout / "benchmarks").returncode
+
+    (checkout / "docs" / "page.md").write_text("new")
+    (checkout / "benchmarks" / "results" / "gpu.json").write_text("{}")
+    assert refusal() == ""
+    (checkout / "benchmarks" / "marked.py").write_text("")
+    assert "benchmarks/marked.py differs" in refusal() and "--json FILE" in refusal()
+    assert refused_import(checkout / "benchmarks" / "results" / "gpu.json") == 2
+    assert refused_import(tmp_path / "gpu.json") == 0
