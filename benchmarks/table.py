@@ -2,8 +2,8 @@
 
     python benchmarks/table.py
 
-A figure in benchmarks/results belongs to a commit. A program that is to write there, and this one, ends with 2
-if a file that is measured, or that measures, differs from the commit.
+A figure in benchmarks/results belongs to a commit. A program that is to write there, and this one, ends with
+2 if a file that is measured, or that measures, differs from the commit.
 """
 
 import json
@@ -112,14 +112,14 @@ def changed_files() -> list[str]:
 
 
 def refuse_changes() -> None:
-    """Raises SystemExit with 2 and one line if files differ from the commit that figures would be noted for."""
+    """Raises SystemExit with 2, and says on one line what differs from the commit of the figures."""
     changed = changed_files()
     if not changed:
         return
     more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
     print(
-        f"{Path(sys.argv[0]).name}: {changed[0]}{more} differs from the commit; figures in benchmarks/results "
-        "belong to a commit: commit or stash the changes, or write elsewhere with --json FILE",
+        f"{Path(sys.argv[0]).name}: {changed[0]}{more} differs from the commit; figures in "
+        "benchmarks/results belong to a commit: commit or stash the changes, or write elsewhere with --json FILE",
         file=sys.stderr,
     )
     raise SystemExit(2)

@@ -136,7 +136,7 @@ def test_what_no_file_has_is_not_measured(tmp_path: Path) -> None:
 
 
 def test_a_result_is_refused_for_files_that_differ_from_the_commit(tmp_path: Path) -> None:
-    """Before anything is measured; a file of another directory, and what benchmarks generate, are none of it."""
+    """Before anything is measured. What benchmarks generate does not count."""
     checkout = tmp_path / "checkout"
     shutil.copytree(PROGRAMS, checkout / "benchmarks", ignore=shutil.ignore_patterns("__pycache__"))
     (checkout / "docs").mkdir()
