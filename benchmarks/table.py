@@ -119,7 +119,8 @@ def refuse_changes() -> None:
     more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
     print(
         f"{Path(sys.argv[0]).name}: {changed[0]}{more} differs from the commit; figures in "
-        "benchmarks/results belong to a commit: commit or stash the changes, or write elsewhere with --json FILE",
+        "benchmarks/results belong to a commit: commit or stash the changes, or write elsewhere with "
+        "--json FILE",
         file=sys.stderr,
     )
     raise SystemExit(2)
