@@ -176,6 +176,11 @@ POINT = JsonShape(
     frozenset({"step"}),
     others=number,
 )
+PERIOD = JsonShape(
+    {"launch": moment, "began": moment, "seconds": table_of(finite), "first": count, "last": count,
+     "stalled": finite, "data": finite, "stragglers": finite, "end": text},
+    frozenset({"launch", "began", "seconds"}),
+)  # fmt: skip
 STARTS = JsonShape(
     {"starts": count, "step": count, "reason": text}, frozenset({"starts", "step", "reason"}), others=None
 )
@@ -192,6 +197,7 @@ SHAPES = {
     layout.TRACKER: JsonShape(),
     layout.METRICS: POINT,
     layout.EVENTS: EVENT,
+    layout.GOODPUT: PERIOD,
     layout.EVENTS + layout.OLDER: EVENT,
 }
 

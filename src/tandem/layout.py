@@ -8,6 +8,7 @@ import re
 ABOUT = "about.json"
 CONFIG = "config.json"
 EVENTS = "events.jsonl"
+GOODPUT = "goodput.jsonl"
 HEALTH = "health.json"
 HEALTH_TEMPORARY = ".health.json.tmp"
 """The name of HEALTH while it is being written; a kill may leave it there."""
@@ -38,6 +39,7 @@ COPIED = (
     CONFIG,
     EVENTS,  # copied before the older file: it begins with the counts of that file
     EVENTS + OLDER,
+    GOODPUT,
     METRICS,
     METRICS_PAGE,
     SUMMARY,

@@ -14,7 +14,7 @@ from tandem.errors import ConfigError
 
 GOLDEN = Path(__file__).parent / "golden"
 DOCS = Path(__file__).parents[2] / "docs" / "json.md"
-BY_NAME = ("settings", "scores", "eval", "facts", "digests")
+BY_NAME = ("settings", "scores", "eval", "facts", "digests", "seconds", "causes")
 """Objects whose keys differ from run to run."""
 
 
@@ -57,6 +57,14 @@ def of_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     CheckpointStore(folder / "runs" / "kept" / "checkpoints").save(3, b"state", {})
     (folder / "runs" / "kept" / "config.json").write_text("[")
     return run("runs", [str(folder / "runs"), "--dry-run"], capsys)
+
+
+def of_goodput(folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    period = {"launch": 1.0, "began": 1.0, "seconds": {"train": 5.0}, "first": 0, "last": 9, "end": "stop"}
+    lines = [period, {**period, "launch": 9.0, "began": 9.0}]
+    (folder / "config.json").write_text("{}")
+    (folder / "goodput.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return run("runs", [str(folder), "--goodput"], capsys)
 
 
 def of_checkpoints(folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
@@ -151,7 +159,7 @@ VERBS: dict[str, Callable[[Path, pytest.CaptureFixture[str]], Any]] = {
     "check": of_check,
     "verify-resume": of_verify_resume,
 }
-COMMANDS = {"verify-resume-command": of_audit}
+COMMANDS = {"verify-resume-command": of_audit, "runs-goodput": of_goodput}
 """What a verb prints for another kind of target."""
 
 

@@ -25,11 +25,12 @@ from tandem.report.inspection_paths import Ask
 from tandem.report.server import MetricsServer
 from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
-from tandem.telemetry import agent_state, health, journal, metrics
+from tandem.telemetry import agent_state, health, journal, ledger, metrics
 from tandem.telemetry.channel import Receiver
 from tandem.telemetry.gpu import Gpus
 from tandem.telemetry.hangs import Alarm
 from tandem.telemetry.journal import Journal, Restarts
+from tandem.telemetry.ledger import LedgerFile
 from tandem.telemetry.messages import Event, Heartbeat, Message, RunStarted, Samples, StepsDone
 from tandem.telemetry.metrics import FINAL_STATES, Sample
 from tandem.telemetry.registry import Registry
@@ -78,6 +79,7 @@ class NodeView:
         self._signals_counted: dict[str, int] = {}
         self._activities = agent_state.Activities(self._began - agent_state.process_age_seconds())
         self._replays = agent_state.Replays()
+        self._ledger: LedgerFile | None = None
         self.socket_path = scratch / "samples.sock"
         self.metrics = Registry(node=placement.node_rank)
         self.metrics.before_page = self._update_own_counters
@@ -105,6 +107,8 @@ class NodeView:
         """Open the journal, the history and the server, on node 0."""
         self._journal, self._history = self._run.journal, History(self._run)
         self._replays = agent_state.Replays(self._history.last_step)
+        age = agent_state.process_age_seconds()
+        self._ledger = LedgerFile(self._run.folder / layout.GOODPUT, time.time() - age, self._began - age)
         self._restarts = Restarts(self._run.events())
         host, port = settings.metrics.host_and_port
         shown = self.status, self._history.curves, access, self._about.read, self._log
@@ -147,7 +151,8 @@ class NodeView:
         """Record that the ranks of a generation have ended and the agent waits for the other nodes."""
         self.last_progress = time.time()
         self._state = "rendezvous"
-        if self._journal is not None:
+        if self._ledger is not None:
+            self._ledger.ended(time.monotonic())
             self._enter("rendezvous")
 
     def waits_as_spare(self) -> None:
@@ -183,13 +188,18 @@ class NodeView:
         event = Event(kind, time.time(), fields)
         self._history.take(event)
         self._outgoing.take(event)
+        if self._ledger is not None and (cause := ledger.cause_of(kind, fields)) is not None:
+            self._ledger.because(cause)
         reason = self._restarts.take(kind, fields)
         if reason is not None:
             self.metrics.apply([journal.restarts_sample(reason)])
 
     def _enter(self, state: str) -> None:
         """Enter a state of the run; time is charged to it from now on."""
-        self._activities.enter(state, time.monotonic())
+        now = time.monotonic()
+        self._activities.enter(state, now)
+        if self._ledger is not None:
+            self._ledger.enter(agent_state.ACTIVITY_OF[state], now)
         self._state = state
         self.metrics.apply([metrics.RUN_STATE.enter(state)])
 
@@ -222,8 +232,16 @@ class NodeView:
             self._write_verdict()
         self._outgoing.ended("stopped" if state == "stopped" else ending, code, reason)
         self._enter(state)
+        if self._ledger is not None:
+            self._ledger.closed(ledger.CAUSE_OF_STATE[state], time.monotonic())
+            self._write_ledger()
         with reporting("write metrics.prom"):
             self.metrics.write_last_page(self._run.folder / layout.METRICS_PAGE)
+
+    def _write_ledger(self) -> None:
+        if self._ledger is not None:
+            with reporting("write goodput.jsonl"):
+                self._ledger.write(time.monotonic())
 
     def _write_verdict(self) -> None:
         """Log what limits this launch, if anything does, and add it to the summary."""
@@ -259,6 +277,8 @@ class NodeView:
         if self._health_thread.is_alive():
             self._health_thread.join(self._tick_seconds)
         self._health_file.write(self._health())  # records the end of a run shorter than a tick
+        if self._ending is not None:
+            self._write_ledger()
         if self._server is not None:
             self._server.close()
 
@@ -315,8 +335,12 @@ class NodeView:
                 self._beat(message)
             case Samples(samples):
                 self.metrics.apply(samples)
+                if self._ledger is not None:
+                    self._ledger.observe(samples)
             case RunStarted(step):
                 self.plan = message
+                if self._ledger is not None:
+                    self._ledger.begins(step, time.monotonic())
                 self._count_steps(*self._replays.begin(step))
             case StepsDone(step):
                 self._done = message
@@ -332,6 +356,8 @@ class NodeView:
         # A heartbeat alone is no progress: its thread runs on while training hangs.
         if before is None or moved or beat.step != before.step:
             self.last_progress = time.time()
+            if beat.rank == 0 and self._ledger is not None:
+                self._ledger.finished(beat.step, time.monotonic())
         if not moved or self._state in FINAL_STATES:
             return
         if beat.rank == 0:
@@ -373,6 +399,8 @@ class NodeView:
         while True:
             with suppress(OSError):  # the journal and the saves say what is wrong with the volume
                 health.write_run_health(self._run.folder, self._health())
+                if self._ledger is not None:
+                    self._ledger.write(time.monotonic())
             if self._closing.wait(RUN_HEALTH_SECONDS):
                 return
 

@@ -15,6 +15,7 @@ from tandem.errors import ConfigError, TandemError
 from tandem.log import counted, printable
 from tandem.report.about import About
 from tandem.report.access import OPEN_PATHS, Access
+from tandem.report.goodput import time_in
 from tandem.report.history import History
 from tandem.report.pages import report_page, report_policy
 from tandem.report.runs import find_runs
@@ -144,6 +145,7 @@ def _read_run(run: RunDir, copied: RunDir, secrets: Sequence[str]) -> dict[str, 
         "verdict": verdict(measured(files.text(layout.METRICS_PAGE), settings)),
         "phases": _phases(points),
         "activities": _activities(files.text(layout.METRICS_PAGE)),
+        "time": time_in(files),
         "checkpoints": [] if linked else now["checkpoints"],
         "events": noted.hidden(events),
         # The newest event comes first.

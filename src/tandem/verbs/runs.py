@@ -203,7 +203,14 @@ def runs(options: "Namespace", environ: Environment) -> int:
                 # The name of a directory may contain control characters for a terminal.
                 print(printable(f"{done} {row.path}: {row.state}, no checkpoint, {row.bytes:,} bytes"))
         found = find_runs(options.folder)
-    if options.json:
+    if options.goodput:
+        from tandem.report import goodput
+
+        if options.json:
+            print_json(goodput.as_json(found, options.folder))
+        else:
+            print(goodput.table(found, options.folder))
+    elif options.json:
         print_json({**as_json(found, options.folder), "removed": removed, "dry_run": options.dry_run})
     else:
         print(table(found, options.folder))
@@ -222,6 +229,7 @@ def runs_options(parser: "Parser") -> None:
     text = "remove runs that ended (or were killed an hour ago) without a checkpoint or other files"
     parser.option("--clean", bool, text)
     parser.option("--dry-run", bool, "only show what --clean would remove")
+    parser.option("--goodput", bool, "show where the wall time of each run went, and what restarts cost")
     parser.option("--json", bool, JSON)
 
 
@@ -335,7 +343,7 @@ VERBS: Mapping[str, Verb] = {
     ),
     "runs": Verb(
         runs,
-        "[DIR] [--json] [--clean] [--dry-run]",
+        "[DIR] [--json] [--goodput] [--clean] [--dry-run]",
         "list runs: state, score, age and size",
         runs_options,
         takes_settings=False,

@@ -35,6 +35,17 @@ function comparison(parent) {
   new Board(parent).show(chartsOf(runs));
 }
 
+function timeSection(parent, {parts, causes}) {
+  const whole = parts.reduce((sum, [, value]) => sum + value, 0);
+  add(parent, "h2", "Where the wall time of all launches went");
+  table(parent, [["part", ""], ["time", "number"], ["share", "number"]],
+    parts.map(([what, value]) => [what, seconds(value), percent(value / whole)]), "Wall time of all launches");
+  if (!causes.length) return;
+  add(parent, "h2", "What each cause of a restart has cost");
+  table(parent, [["cause", ""], ["times", "number"], ["time", "number"], ["share", "number"]],
+    causes.map(([cause, times, value]) => [cause, number(times), seconds(value), percent(value / whole)]), "Cost of causes");
+}
+
 function full(parent, run) {
   cards(add(parent, "div", "", "cards"), run.cards.map(([name, value]) => [name, timed(name, value)]));
   new Board(parent).show(chartsOf([run]));
@@ -46,6 +57,7 @@ function full(parent, run) {
     table(wide, [["activity", ""], ["time", "number"], ["share", "number"]], run.activities.map(([name, value]) =>
       [name, seconds(value), percent(value / whole)]), "Wall time");
   }
+  if (run.time.parts.length) timeSection(add(grid, "section", "", "wide"), run.time);
   const pair = add(parent, "div", "", "pair"), left = add(pair, "div"), right = add(pair, "div");
   checkpointTable(add(left, "section"), run.checkpoints, run.ended);
   aboutSection(add(left, "section"), run.about);

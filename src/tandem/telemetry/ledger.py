@@ -1,0 +1,335 @@
+"""Where the wall time of a run went, over all its launches: goodput.jsonl and what follows from it.
+
+Node 0's agent keeps one line per period: a generation of ranks with the time before it. A period is charged
+to one activity at a time, so its seconds add up to its length. Which steps were repeated follows from the
+steps at which the later periods begin.
+"""
+
+import json
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tandem.telemetry.meter import ACTIVITIES
+from tandem.telemetry.metrics import (
+    STEP_DURATION_SECONDS,
+    STEP_PHASE_SECONDS,
+    STRAGGLER_EXCESS_SECONDS,
+    Sample,
+)
+
+PARTS = (
+    "steps", "redone", "data", "stragglers", "evaluation", "save", "start", "rendezvous", "resume", "end",
+    "away",
+)  # fmt: skip
+"""What the wall time is divided into; they add up to it.
+
+`steps` count for the result, `redone` ones were repeated or cut short. `data` and `stragglers` are rank 0's
+waits inside steps. `away` is the time without a launch.
+"""
+PART_OF = {
+    "startup": "start",
+    "rendezvous": "rendezvous",
+    "resume": "resume",
+    "eval": "evaluation",
+    "checkpoint": "save",
+    "drain": "end",
+}
+STOPPED = "stop"
+FAILED = "failure"
+FINISHED = "finished"
+KILLED = "launch killed"
+"""Causes of the end of a launch. A launch that was killed could not write its own."""
+CAUSE_OF_STATE = {"succeeded": FINISHED, "stopped": STOPPED, "failed": FAILED}
+OTHER = "other"
+IN_TEXT = {
+    " hung": "hang",
+    "out of memory": "out of memory",
+    "lost their connections": "connections lost",
+    " lost": "node lost",
+    "joined": "node joined",
+}
+"""Words of the event `recovered`, and the causes that they represent; the first that is found counts."""
+AGAIN = ("startup", "rendezvous", "resume")
+"""The activities that a restart repeats."""
+LINE_BYTES = 512
+"""A line is padded to this length, so that a newer version of it fits in its place."""
+MOST_LINES = 4000
+
+
+@dataclass(frozen=True)
+class Period:
+    """One generation of ranks, from the end of the one before it.
+
+    `launch` identifies the launch, and `began` is when the period did, both in Unix seconds. `seconds` is the
+    wall time by ACTIVITIES. `first` is the step from which the ranks trained, None for a script or before the
+    first step; `last` is the last finished step. `stalled`: seconds of training without a finished step at
+    the end. `data` and `stragglers`: seconds of rank 0's waits. `end`: the cause of the end, or empty.
+    """
+
+    launch: float
+    began: float
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    first: int | None = None
+    last: int = 0
+    stalled: float = 0.0
+    data: float = 0.0
+    stragglers: float = 0.0
+    end: str = ""
+
+    @classmethod
+    def parse(cls, record: Mapping[str, Any]) -> "Period | None":
+        """Return the period of a line of goodput.jsonl, or None if the line is not one."""
+        try:
+            seconds = {each: max(0.0, float(record["seconds"].get(each, 0.0))) for each in ACTIVITIES}
+            first = record.get("first")
+            return cls(
+                launch=float(record["launch"]),
+                began=float(record["began"]),
+                seconds=seconds,
+                first=None if first is None else int(first),
+                last=int(record.get("last", 0)),
+                stalled=max(0.0, float(record.get("stalled", 0.0))),
+                data=max(0.0, float(record.get("data", 0.0))),
+                stragglers=max(0.0, float(record.get("stragglers", 0.0))),
+                end=str(record.get("end", ""))[:40],
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            return None
+
+    @property
+    def length(self) -> float:
+        """The wall time in seconds."""
+        return sum(self.seconds.values())
+
+
+class Cost(NamedTuple):
+    """What a cause has cost: how often it occurred, and the seconds of redone steps, restarts and absence."""
+
+    times: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The wall time of a run in seconds: by PARTS, which add up to `wall`, and what each cause has cost.
+
+    The cost of a cause is no further part: it consists of parts that the cause explains.
+    """
+
+    parts: Mapping[str, float]
+    causes: Mapping[str, Cost]
+
+    @property
+    def wall(self) -> float:
+        return sum(self.parts.values())
+
+
+def account(periods: Sequence[Period]) -> Ledger:
+    """Return where the wall time of these periods went; they are in the order of time."""
+    parts = dict.fromkeys(PARTS, 0.0)
+    costs: dict[str, list[float]] = {}
+    survivors = _first_steps_after(periods)
+    for at, period in enumerate(periods):
+        for activity, part in PART_OF.items():
+            parts[part] += period.seconds.get(activity, 0.0)
+        training = period.seconds.get("train", 0.0)
+        waits = {"data": min(period.data, training)}
+        waits["stragglers"] = min(period.stragglers, training - waits["data"])
+        training -= sum(waits.values())
+        is_last = at == len(periods) - 1
+        following = None if is_last else periods[at + 1]
+        is_same_launch = following is not None and following.launch == period.launch
+        cause = period.end or (OTHER if is_same_launch else KILLED)
+        redone = 0.0 if is_last and not period.end else _redone(period, training, survivors[at])
+        parts["steps"] += training - redone
+        parts["redone"] += redone
+        for part, seconds in waits.items():
+            parts[part] += seconds
+        cost = redone
+        if following is not None:
+            away = 0.0 if is_same_launch else following.began - period.began - period.length
+            parts["away"] += max(0.0, away)
+            cost += max(0.0, away) + sum(following.seconds.get(each, 0.0) for each in AGAIN)
+        if cause != FINISHED and (cost or following is not None):
+            costs.setdefault(cause, []).append(cost)
+    causes = {cause: Cost(len(each), sum(each)) for cause, each in costs.items()}
+    return Ledger(parts, dict(sorted(causes.items(), key=lambda item: -item[1].seconds)))
+
+
+def cause_of(kind: str, fields: Mapping[str, object]) -> str | None:
+    """Return the cause that an event of a restart names, or None for other events."""
+    if kind == "rank_killed":
+        return "rank killed"
+    if kind != "recovered":
+        return None
+    text = str(fields.get("cause", ""))
+    return next((cause for words, cause in IN_TEXT.items() if words in text), OTHER)
+
+
+def _first_steps_after(periods: Sequence[Period]) -> list[int | None]:
+    """Return for each period the earliest step from which a later one trained; None without a later one."""
+    found: list[int | None] = []
+    earliest: int | None = None
+    for period in reversed(periods):
+        found.append(earliest)
+        if period.first is not None:
+            earliest = period.first if earliest is None else min(earliest, period.first)
+    return found[::-1]
+
+
+def _redone(period: Period, training: float, survivor: int | None) -> float:
+    """Return how many of a period's seconds of training do not count, because later periods repeat them."""
+    cut_short = period.end != FINISHED
+    stalled = min(period.stalled, training) if cut_short else 0.0
+    if period.first is None:
+        return stalled
+    steps = period.last - period.first
+    if steps <= 0:
+        return training if cut_short else 0.0
+    kept = period.last if survivor is None else max(period.first, min(period.last, survivor))
+    return stalled + (training - stalled) * (period.last - kept) / steps
+
+
+def periods_in(records: Iterable[Mapping[str, Any]]) -> list[Period]:
+    """Return the periods of the lines of goodput.jsonl."""
+    return [period for record in records if (period := Period.parse(record)) is not None]
+
+
+class LedgerFile:
+    """Keeps the periods of this launch, and writes them to goodput.jsonl. Thread-safe.
+
+    Times of methods are of a monotonic clock, in seconds. Only `write` touches the file: the volume may hang.
+    """
+
+    def __init__(self, path: Path, launch: float, now: float) -> None:
+        """`launch`: when this launch began, in Unix seconds; `now`: the same moment of the other clock."""
+        self._path = path
+        self._lock = threading.Lock()
+        self._periods = [Period(launch, launch)]
+        self._activity = ACTIVITIES[0]
+        self._since = now
+        self._stepped = now  # when the last step was finished
+        self._excess = 0.0  # what a straggler costs a step
+        self._writing = threading.Lock()
+        self._base: int | None = None  # where in the file the first line of this launch is
+        self._written: list[bytes] = []
+
+    def enter(self, activity: str, now: float) -> None:
+        """Charge time from `now` on to this activity."""
+        with self._lock:
+            self._charge(now)
+            if activity == "train" != self._activity:
+                self._stepped = now
+            self._activity = activity
+
+    def begins(self, step: int, now: float) -> None:
+        """Record that ranks train from this step."""
+        with self._lock:
+            self._change(first=step, last=step)
+            self._stepped = now
+
+    def finished(self, step: int, now: float) -> None:
+        """Record the number of finished steps."""
+        with self._lock:
+            if step > self._periods[-1].last:
+                self._change(last=step)
+                self._stepped = now
+
+    def observe(self, samples: Iterable[Sample]) -> None:
+        """Add what rank 0's samples of a log interval say of its waits for data and for a straggler."""
+        with self._lock:
+            period = self._periods[-1]
+            data = period.data
+            waited = period.stragglers
+            for name, labels, value in samples:
+                if name == STEP_PHASE_SECONDS.name and labels.get("phase") == "data":
+                    data += _number(value)
+                elif name == STRAGGLER_EXCESS_SECONDS.name:
+                    # Rank 0's own wait for data is counted as such.
+                    is_own = labels.get("phase") == "data" and str(labels.get("rank")) == "0"
+                    self._excess = 0.0 if is_own else _number(value)
+                elif name == STEP_DURATION_SECONDS.name and isinstance(value, Sequence):
+                    waited += self._excess * len(value)
+            self._change(data=data, stragglers=waited)
+
+    def ended(self, now: float) -> None:
+        """End a generation; the next period begins."""
+        with self._lock:
+            self._charge(now)
+            period = self._periods[-1]
+            self._periods.append(Period(period.launch, period.began + period.length))
+            self._activity = "rendezvous"
+
+    def because(self, cause: str) -> None:
+        """Record why the last generation that has ended did."""
+        with self._lock:
+            if len(self._periods) > 1:
+                self._periods[-2] = replace(self._periods[-2], end=cause)
+
+    def closed(self, cause: str, now: float) -> None:
+        """Record how the launch ends. Time until the end of the process is still charged."""
+        with self._lock:
+            self._charge(now)
+            self._change(end=cause)
+
+    def periods(self, now: float) -> list[Period]:
+        """Return the periods of this launch so far."""
+        with self._lock:
+            self._charge(now)
+            return list(self._periods)
+
+    def write(self, now: float) -> None:
+        """Write the lines that have changed. Raises OSError."""
+        with self._writing:
+            lines = [_line(period) for period in self.periods(now)]
+            if self._base is None:
+                self._base = _end_of_whole_lines(self._path)
+            with open(self._path, "r+b" if self._path.exists() else "w+b", buffering=0) as file:
+                for number, line in enumerate(lines):
+                    if self._written[number : number + 1] != [line]:
+                        file.seek(self._base + number * LINE_BYTES)
+                        file.write(line)
+            self._written = lines
+
+    def _charge(self, now: float) -> None:
+        spent = max(0.0, now - self._since)
+        self._since = max(now, self._since)
+        period = self._periods[-1]
+        seconds = {**period.seconds, self._activity: period.seconds.get(self._activity, 0.0) + spent}
+        stalled = max(0.0, self._since - self._stepped) if self._activity == "train" else period.stalled
+        self._change(seconds=seconds, stalled=stalled)
+
+    def _change(self, **values: Any) -> None:
+        self._periods[-1] = replace(self._periods[-1], **values)
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _line(period: Period) -> bytes:
+    record = asdict(period)
+    record["seconds"] = {name: round(each, 3) for name, each in period.seconds.items() if each}
+    for name in ("launch", "began", "stalled", "data", "stragglers"):
+        record[name] = round(record[name], 3)
+    return json.dumps(record).encode().ljust(LINE_BYTES - 1) + b"\n"
+
+
+def _end_of_whole_lines(path: Path) -> int:
+    """Return where the next line begins. Drops the older half of a file that is full, and a torn line."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return 0
+    lines = [line + b"\n" for line in content.split(b"\n")[:-1] if len(line) == LINE_BYTES - 1]
+    if len(lines) >= MOST_LINES:
+        lines = lines[-MOST_LINES // 2 :]
+    whole = b"".join(lines)
+    if whole != content:
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_bytes(whole)
+        temporary.replace(path)
+    return len(whole)
