@@ -20,10 +20,11 @@ from tandem import process
 from tandem.config.slices import DataConfig
 from tandem.data.datasets import TensorImages, TensorRows, random_crop_flip
 from tandem.data.fetch import answers_in_batches
+from tandem.data.host_generators import KeptGenerators
 from tandem.data.kinds import evaluation_batches, takes_workers, training_data
 from tandem.data.loader import loader_processes, to_device, train_batches
 from tandem.data.sampler import GlobalOrder, TrainBatches
-from tandem.data.seeds import derive_seed, kept_generators
+from tandem.data.seeds import derive_seed
 from tandem.data.source import BatchReader
 
 CPU = torch.device("cpu")
@@ -150,7 +151,7 @@ def test_no_global_generator_is_moved() -> None:
 
 def test_generators_are_put_back_after_an_error() -> None:
     before = torch.get_rng_state()
-    with pytest.raises(ZeroDivisionError), kept_generators():
+    with pytest.raises(ZeroDivisionError), KeptGenerators():
         torch.rand(3)
         raise ZeroDivisionError
     assert torch.equal(before, torch.get_rng_state())
@@ -355,8 +356,8 @@ def test_a_listing_dataset_is_asked_in_one_piece_until_it_draws() -> None:
 
 def test_generators_are_saved_once_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     saves = []
-    getstate = random.getstate
-    monkeypatch.setattr(random, "getstate", lambda: saves.append(1) or getstate())
+    save = KeptGenerators.__enter__
+    monkeypatch.setattr(KeptGenerators, "__enter__", lambda self: saves.append(1) or save(self))
     run(Noisy())
     assert len(saves) == 4
 

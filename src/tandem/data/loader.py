@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
@@ -247,7 +247,13 @@ def parts_of(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
 def _loaded(
     samples: SampleFetcher, keys: Iterable[BatchKey], workers: int, device: torch.device
 ) -> Iterator[Batch]:
-    """Load batches with torch's DataLoader. A whole batch is one item, so that `samples` creates it."""
+    """Load batches in this process, or with torch's DataLoader and its workers.
+
+    A whole batch is one item for torch, so that `samples` creates it.
+    """
+    if not workers:
+        yield from (moved(samples[key], device) for key in keys)
+        return
     loader: DataLoader[Batch] = DataLoader(
         samples,
         sampler=keys,
@@ -255,16 +261,15 @@ def _loaded(
         batch_size=None,
         num_workers=workers,
         collate_fn=_identity,
-        # Pinned by a thread next to the workers; without workers, `moved` does it.
-        pin_memory=device.type == "cuda" and workers > 0,
-        worker_init_fn=partial(_start_worker, os.getpid(), _is_of_main_thread()) if workers else None,
+        pin_memory=device.type == "cuda",  # by a thread next to the workers
+        worker_init_fn=partial(_start_worker, os.getpid(), _is_of_main_thread()),
         # A rank is started by a fork server, which would also start the workers, but cannot import the task's
         # file.
-        multiprocessing_context="fork" if workers else None,
+        multiprocessing_context="fork",
         # Otherwise the loader draws from the global generator.
         generator=torch.Generator().manual_seed(samples.seed),
     )
-    with _hidden_from_forks_collector() if workers else nullcontext():
+    with _hidden_from_forks_collector():
         batches = iter(loader)  # starts the workers
     # A failed rank may never finish this generator, so `end_loaders` must find its workers.
     _read.append(batches)
@@ -370,6 +375,8 @@ def mapped(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
     """Return the batch with `function` applied to each tensor in nested containers."""
     if isinstance(batch, Tensor):
         return function(batch)
+    if type(batch) in (list, tuple):
+        return type(batch)([mapped(value, function) for value in batch])
     if isinstance(batch, dict):
         return {key: mapped(value, function) for key, value in batch.items()}
     if isinstance(batch, MutableMapping):  # such as UserDict, and the results of tokenizers

@@ -9,9 +9,10 @@ from torch.utils.data import default_collate
 
 from tandem.data.block_order import ReadAhead
 from tandem.data.fetch import BATCH, Batch, Collate, collated
+from tandem.data.host_generators import KeptGenerators
 from tandem.data.loader import moved, train_batches
 from tandem.data.sampler import GlobalOrder
-from tandem.data.seeds import derive_seed, kept_generators, seed_host_generators
+from tandem.data.seeds import derive_seed, seed_host_generators
 from tandem.data.source import BatchReader
 from tandem.errors import ConfigError
 
@@ -123,7 +124,7 @@ class ShardedData:
         parts = -(-order.share // micro)
         for step in range(start, stop):
             epoch, position = divmod(step, order.steps_per_epoch)
-            with kept_generators():
+            with KeptGenerators():
                 if step == start or position == 0:
                     self._open(epoch, position * order.share)
                 count = order.of_rank(step, reader.rank)
@@ -204,7 +205,7 @@ class StreamedData:
         for step in range(start, stop):
             epoch, position = divmod(step, self.order.steps_per_epoch)
             indices = range(position * size, (position + 1) * size)
-            with kept_generators():
+            with KeptGenerators():
                 if step == start or position == 0:
                     self._open(epoch, indices.start)
                 samples = [self._next(epoch, index) for index in indices]
@@ -270,7 +271,7 @@ def stream_batches(
     """
     samples = islice(_seeded(dataset, seed), share.start, share.stop, share.step)
     for number in count():
-        with kept_generators():
+        with KeptGenerators():
             batch = list(islice(samples, batch_size))
             if not batch:
                 return
