@@ -48,6 +48,9 @@ class SingleStrategy:
                 flag = "--" + each.name.replace("_", "-")
                 raise ConfigError(f"{flag} works only with --strategy ddp; remove it, or use --strategy ddp")
 
+    def build(self, make: Callable[[], nn.Module]) -> nn.Module:
+        return make()
+
     def shard(self, model: nn.Module) -> nn.Module:
         return model
 
