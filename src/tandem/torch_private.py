@@ -423,8 +423,10 @@ class FakeTensors:
             return
 
         def noted(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
-            call = note if isinstance(tensor, self.kind) else lambda real, *args, **options: real(*args, **options)
-            return call(real, tensor, *args, **options)
+            if isinstance(tensor, self.kind):
+                return note(real, tensor, *args, **options)
+            made: Tensor = real(tensor, *args, **options)
+            return made
 
         nn.init._no_grad_trunc_normal_ = noted
         try:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.errors import TandemError
@@ -141,11 +141,11 @@ class _Generators:
             generator.set_state(state)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the operations of the block in which it is active, inside `fake.mode()`."""
 
     def __init__(self, fake: FakeTensors) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._fake = fake
         self.generators = _Generators()
         self.operations: list[_Operation] = []
@@ -178,52 +178,55 @@ class _Recorder(TorchDispatchMode):
         self._add(func, noted, written, result, is_random)
         return result
 
-    def _add(
-        self, func: Any, noted: Any, written: list[Tensor], result: Any, is_random: bool
-    ) -> None:
-        reads = {each.memory for each in self._views(noted)}
-        number = len(self.operations)
+    def _add(self, func: Any, noted: Any, written: list[Tensor], result: Any, is_random: bool) -> None:
+        creates = self._created(func, result)
+        writes = self._overwritten(func, noted, written)
+        if not creates and not writes:
+            return  # a view, whose place in its memory is noted where it is used
+        reads = {view.memory for view in _views(noted)}
+        made = {view.memory for _, view in creates}
+        for index in reads | writes | made:
+            self.memories[index].uses.append(len(self.operations))
+        for index in made:
+            self.memories[index].overwrites.add(len(self.operations))
+        self.operations.append(
+            _Operation(
+                func, noted[0], noted[1], frozenset(reads), frozenset(writes), tuple(creates), is_random,
+                torch.get_default_dtype(),
+            )
+        )  # fmt: skip
+
+    def _created(self, func: Any, result: Any) -> list[tuple[int, _View]]:
+        """Return (index, view) of each result that is in new memory."""
         creates = []
         for at, each in enumerate(_tensors(result)):
             if self._is_fake(each):
                 is_new = each.untyped_storage()._cdata not in self._index
-                view = self._view(each, may_be_new=func._schema.name != "aten::set_")
+                view = self.view(each, may_be_new=func._schema.name != "aten::set_")
                 if is_new:
                     creates.append((at, view))
+        # A real tensor would share memory with an argument, and later writes would change both.
         if creates and any(each.alias_info is not None for each in func._schema.returns):
             raise NotDeferrableError(f"{func} returned a copy")
-        writes = set()
-        for each in written:
-            if not self._is_fake(each):
-                raise NotDeferrableError("it writes into a tensor that was not created by torch")
-            view = self._view(each)
-            writes.add(view.memory)
-            memory = self.memories[view.memory]
-            is_whole = each.is_contiguous() and not view.offset and each.nbytes == memory.bytes
-            sources = {other.memory for other in self._views((noted[0][1:], noted[1]))}
-            if func._schema.name in OVERWRITING and is_whole and view.memory not in sources:
-                memory.overwrites.add(number)
-        if not creates and not writes:
-            return  # a view, whose place in its memory is noted where it is used
-        made = {view.memory for _, view in creates}
-        for index in reads | writes | made:
-            self.memories[index].uses.append(number)
-        for index in made:
-            self.memories[index].overwrites.add(number)
-        self.operations.append(
-            _Operation(
-                func, *noted, frozenset(reads), frozenset(writes), tuple(creates), is_random,
-                torch.get_default_dtype(),
-            )
-        )  # fmt: skip
+        return creates
+
+    def _overwritten(self, func: Any, noted: Any, written: list[Tensor]) -> set[int]:
+        """Return the memories that an operation writes to; note which of them it overwrites."""
+        views = [self.view(each) for each in written]
+        if func._schema.name in OVERWRITING and views:
+            memory = self.memories[views[0].memory]
+            sources = {view.memory for view in _views((noted[0][1:], noted[1]))}
+            if views[0].memory not in sources and _is_whole(written[0], memory):
+                memory.overwrites.add(len(self.operations))
+        return {view.memory for view in views}
 
     def note_call(self, call: Callable[..., Any], tensor: Tensor, *args: Any, **options: Any) -> Tensor:
         """Note a function that overwrites `tensor` with random values, and reads them, as one operation."""
         with self._fake.paused():
             self.generators.expects(options.get("generator") or torch.default_generator)
-        view = self._view(tensor)
+        view = self.view(tensor)
         memory = self.memories[view.memory]
-        if tensor.is_contiguous() and not view.offset and tensor.nbytes == memory.bytes:
+        if _is_whole(tensor, memory):
             memory.overwrites.add(len(self.operations))
         memory.uses.append(len(self.operations))
         writes = frozenset([view.memory])
@@ -237,20 +240,14 @@ class _Recorder(TorchDispatchMode):
 
     def _noted(self, tensor: Tensor) -> _View | _Value:
         if self._is_fake(tensor):
-            return self._view(tensor)
+            return self.view(tensor)
         with self._fake.paused():
             return _Value(tensor.detach().clone())
 
-    def _views(self, noted: Any) -> list[_View]:
-        found = list[_View]()
-        _mapped(noted, _View, found.append)
-        return found
-
-    def view(self, tensor: Tensor) -> _View:
-        """Return where a fake tensor is. Raises NotDeferrableError if no noted operation has created it."""
-        return self._view(tensor)
-
-    def _view(self, tensor: Tensor, may_be_new: bool = False) -> _View:
+    def view(self, tensor: Tensor, may_be_new: bool = False) -> _View:
+        """Return where a tensor is. Raises NotDeferrableError if no noted operation has created it."""
+        if not self._is_fake(tensor):
+            raise NotDeferrableError("it writes into a tensor that was not created by torch")
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             raise NotDeferrableError("it has a sparse, conjugated or negated tensor")
         storage = tensor.untyped_storage()
@@ -265,7 +262,7 @@ class _Recorder(TorchDispatchMode):
 
     def _value_of(self, tensor: Tensor) -> Tensor:
         """Compute a tensor's values, from which the code that builds the model reads a number."""
-        view = self._view(tensor)
+        view = self.view(tensor)
         needed = {view.memory}
         chosen = []
         for operation in reversed(self.operations):
@@ -279,6 +276,16 @@ class _Recorder(TorchDispatchMode):
         for operation in reversed(chosen):
             _repeat(operation, real, self.memories)
         return view.of(real[view.memory])
+
+
+def _views(noted: Any) -> list[_View]:
+    found = list[_View]()
+    _mapped(noted, _View, found.append)
+    return found
+
+
+def _is_whole(tensor: Tensor, memory: _Memory) -> bool:
+    return tensor.is_contiguous() and not tensor.storage_offset() and tensor.nbytes == memory.bytes
 
 
 def _written(func: Any, args: Any, options: Mapping[str, Any]) -> list[Tensor]:
@@ -448,7 +455,7 @@ def build_deferred(fake: FakeTensors, build: Callable[[], nn.Module]) -> tuple[n
 def _without_memory(
     recorder: _Recorder, fake: FakeTensors, model: nn.Module
 ) -> dict[int, tuple[Tensor, _View]]:
-    """Replace the model's fake tensors; return {identity of the new one: (the new one, where the old was)}."""
+    """Replace the model's fake tensors; return {identity of the new one: (it, where the old one was)}."""
     views: dict[int, tuple[Tensor, _View]] = {}
     replaced: dict[int, tuple[Tensor, Tensor]] = {}
     for path, module in model.named_modules():
@@ -465,7 +472,7 @@ def _without_memory(
 
 def _without_values(tensor: Tensor, fake: FakeTensors, path: str) -> Tensor:
     """Return the tensor on the meta device that replaces a fake one."""
-    if isinstance(tensor, UninitializedTensorMixin):
+    if is_lazy(tensor):
         raise NotDeferrableError(f"{path} is lazy")
     if tensor.grad_fn is not None:
         raise NotDeferrableError(f"{path} is computed from parameters")

@@ -8,8 +8,8 @@ gloo, on CPUs.
 import logging
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial, wraps
 from typing import Any
 
 import numpy
@@ -39,6 +39,12 @@ class FSDPStrategy(single.SingleStrategy):
     has_one_device = True
     _compiles: Sequence[nn.Module] = ()
     _values: DeferredValues | None = None
+
+    @staticmethod
+    def warm_up() -> None:
+        """Build a model, because torch imports a second's worth of modules at the first fake tensor."""
+        with suppress(Exception):  # a rank will then build the whole model, and say why
+            build_deferred(FakeTensors(), lambda: nn.Linear(1, 1))
 
     def check(self, group: ProcessGroup) -> None:
         """Accept any number of ranks. Raises ConfigError on CPUs if torch supports only GPUs (2.6)."""
@@ -96,7 +102,7 @@ class FSDPStrategy(single.SingleStrategy):
     def _compute(self, values: DeferredValues, model: nn.Module, places: list[Place]) -> None:
         """Give the sharded model its values: rank 0 computes one tensor after another and sends it."""
         device = self._group.device
-        model._apply(lambda each: torch.empty_like(each, device=device) if each.is_meta else each)
+        model._apply(partial(_allocated, device))  # type: ignore[no-untyped-call]
         held: dict[int, list[Place]] = {}
         for place in places:
             held.setdefault(id(place.tensor), []).append(place)
@@ -220,6 +226,10 @@ class FSDPStrategy(single.SingleStrategy):
             for index, values in state["state"].items()
         }
         super().load_optimizer(optimizer, {**state, "state": shares})
+
+
+def _allocated(device: torch.device, tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
 
 def _reason(told: Sequence[Sequence[str]]) -> str:

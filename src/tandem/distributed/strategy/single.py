@@ -33,6 +33,10 @@ class SingleStrategy:
             )
         self.check_exchange(exchange)
 
+    @staticmethod
+    def warm_up() -> None:
+        """Import what the strategy will need, in a process that may become a rank."""
+
     def check(self, group: ProcessGroup) -> None:
         """Raise ConfigError if this strategy cannot work with the group."""
         if group.size > 1:
