@@ -5,15 +5,17 @@
 The ranks are processes on this machine, over gloo. Model and AdamW state are sharded by fully_shard. tandem
 and torch.distributed.checkpoint's asynchronous save write the same state in turn. All ranks begin a save
 together, and the slowest one counts. Extra memory is the highest resident memory during a save minus that
-before the first one, without files. A memcpy of a rank's part into warm memory is measured in the same turns.
+before the first one, without files. After each save, a memcpy of a rank's part into warm memory is measured.
 Then 3, 2 and 4 ranks load the state and save it again. Needs 2.6 times the state as memory and twice on disk.
 """
 
 import argparse
+import ctypes
 import hashlib
 import json
 import multiprocessing
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import async_save
 
@@ -63,6 +66,7 @@ class Rank:
         self.optimizer.zero_grad()
         store = CheckpointStore(folder / "ours")
         self.store = store
+        self.theirs = dist.new_group()  # its thread uses a group while the training thread uses the other
         notices = StoreNotices(self.group.store)
         self.writer = ShardedWriter(rank, ranks, notices, store, Retention(len(OTHERS) + 2), 0)
 
@@ -82,7 +86,7 @@ class Rank:
         self.group.sum([0.0])
         began = time.perf_counter()
         work()
-        return max(self.group.gather(time.perf_counter() - began))
+        return max(self.group.gather_json(time.perf_counter() - began))
 
 
 def resident() -> tuple[int, int]:
@@ -98,31 +102,46 @@ def forget_peak() -> int:
     return resident()[1] - resident()[0]
 
 
+def save_by_tandem(rank: Rank, step: int, _folder: Path) -> float:
+    """How long a save blocks the step; returns once it is whole."""
+    taken = rank.together(lambda: rank.save(step))
+    rank.writer.wait()
+    return taken
+
+
+def save_by_torch(rank: Rank, step: int, folder: Path) -> float:
+    """The same of torch.distributed.checkpoint, whose files are removed afterwards."""
+    futures: list[Any] = []
+    path = folder / f"dcp-{step}"
+
+    def save() -> None:
+        futures.append(async_save(rank.state(), checkpoint_id=path, process_group=rank.theirs))
+
+    taken = rank.together(save)
+    futures[0].result()
+    rank.group.sum([0.0])
+    if rank.group.is_first:
+        shutil.rmtree(path)
+    return taken
+
+
 def measured(rank: Rank, folder: Path, trials: int) -> dict[str, Any]:
     """One rank's figures: its part in bytes, seconds of each trial, and extra memory of both saves."""
     tensors = [each for each in flatten(rank.strategy.local_state(rank.state()))[1] if each.dim() > 0]
     part = sum(each.nbytes for each in tensors)
     found: dict[str, Any] = {"part": part, "ours": [], "dcp": [], "copy": []}
+    homes = [each.clone() for each in tensors]
     for name in ("ours", "dcp"):  # apart, so that no save uses memory that the other one has left
+        ctypes.CDLL(None).malloc_trim(0)  # nor what the optimizer has left
         before = resident()[0]
         extra = 0
         for step in range(1, trials + 2):
             files = forget_peak()
-            if name == "ours":
-                taken = rank.together(lambda step=step: rank.save(step))  # type: ignore[misc]
-                rank.writer.wait()
-            else:
-                future: list[Any] = []
-                path = folder / f"dcp-{step % 2}"
-                taken = rank.together(
-                    lambda path=path, into=future: into.append(async_save(rank.state(), checkpoint_id=path))  # type: ignore[misc]
-                )
-                future[0].result()
-            found[name].append(taken)
+            save = save_by_tandem if name == "ours" else save_by_torch
+            found[name].append(save(rank, step, folder))
             extra = max(extra, resident()[1] - files - before)
+            found["copy"].append(rank.together(lambda: torch._foreach_copy_(homes, tensors)))
         found[f"{name} memory"] = extra
-    homes = [each.clone() for each in tensors]
-    found["copy"] = [rank.together(lambda: torch._foreach_copy_(homes, tensors)) for _ in range(trials + 1)]
     return found
 
 

@@ -185,7 +185,8 @@ class FSDPStrategy(single.SingleStrategy):
         return whole
 
     def local_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        local: dict[str, Any] = self._local(state)
+        with torch.no_grad():  # to_local() is cheaper then
+            local: dict[str, Any] = self._local(state)
         return local
 
     def _local(self, value: Any) -> Any:
