@@ -18,7 +18,7 @@ function spares(waiting) {
 // The newest state that a restart finds in memory, and the nodes that have one.
 function stateInMemory(snapshots) {
   const nodes = Object.keys(snapshots ?? {});
-  const where = nodes.length > 6 ? `on ${nodes.length} nodes` : `on node ${nodes.join(", ")}`;
+  const where = nodes.length > 6 ? `on ${nodes.length} nodes` : `on ${nodes.length > 1 ? "nodes" : "node"} ${nodes.join(", ")}`;
   return nodes.length ? [["state in memory", `step ${number(Math.max(...Object.values(snapshots)))}`, where]] : [];
 }
 
