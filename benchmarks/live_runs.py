@@ -59,11 +59,15 @@ class LiveRun:
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """The lines of events.jsonl of that kind so far."""
+        return [event for event in self.lines("events.jsonl") if event.get("kind") == kind]
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """The lines of a journal so far; {} for one that is being written."""
         try:
-            lines = (self.run_dir / "events.jsonl").read_text().splitlines()
+            lines = (self.run_dir / name).read_text().splitlines()
         except FileNotFoundError:
             return []
-        return [event for event in map(_parsed, lines) if event.get("kind") == kind]
+        return [_parsed(line) for line in lines]
 
     def until(self, condition: Callable[[], bool], what: str, limit: float = LIMIT_SECONDS) -> None:
         """Raises RuntimeError with the run's last words when `limit` seconds pass, or the run ends."""

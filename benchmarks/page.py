@@ -72,6 +72,12 @@ QUESTIONS = (
         SMALL,
     ),
     Question("Host memory of a resume", "big_resume.py", "big_resume.json"),
+    Question(
+        "Saves of sharded state",
+        "sharded_saves.py",
+        "sharded_saves.json",
+        "Model and AdamW state under `fully_shard`, over gloo. The slowest rank counts.",
+    ),
     Question("From the command to the first step", "launch_cost.py", "launch_cost.json", CNN),
     Question(
         "Clock differences, second launches, secrets, signals", "trust_trials.py", "trust_*.json", SMALL

@@ -26,6 +26,8 @@ does not exist in 2.6.
 | `torch._inductor.config.deterministic` | --deterministic: a new container may compile other kernels |
 | `distributed_c10d._world.pg_map` | the store of a group is known by MASTER_ADDR and MASTER_PORT alone |
 | `torch._dynamo` | the first ranks start a few seconds later |
+| `nn.init._no_grad_trunc_normal_` | `--strategy fsdp`: each rank builds a whole model that calls it |
+| `_subclasses.fake_tensor` | `--strategy fsdp`: each rank builds the whole model |
 
 Not in the table: the methods that torch's SimpleElasticAgent documents for its subclasses
 (launch/generations.py), and its `_assign_worker_ranks`, which is overridden there to react to signals. If
@@ -43,6 +45,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -382,3 +385,57 @@ def memory_snapshot(while_recorded: Callable[[], None]) -> Any:
         return getattr(memory, "_snapshot", lambda: None)()
     finally:
         record(enabled=None)
+
+
+class FakeTensors:
+    """torch's tensors with a device and a shape, but without memory."""
+
+    def __init__(self) -> None:
+        """Raise ImportError or AttributeError if torch has no such tensors."""
+        from torch._subclasses import fake_tensor
+        from torch.utils import _python_dispatch
+
+        self.kind: type[Tensor] = fake_tensor.FakeTensor
+        self.paused: Callable[[], contextlib.AbstractContextManager[Any]] = (
+            _python_dispatch._disable_current_modes
+        )
+        """In this block, tensors are real, and no mode of torch sees operations."""
+        self._mode: Callable[..., Any] = fake_tensor.FakeTensorMode
+
+    @contextlib.contextmanager
+    def mode(self) -> Iterator[Callable[[], None]]:
+        """In this block, created tensors are fake. Yields a function to call after each operation."""
+        # An operation without a rule for fake tensors would otherwise run on zeros.
+        mode = self._mode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        mode.__deepcopy__ = lambda _memo: mode  # a copied tensor's view would not be in its memory
+        # torch keeps weak references to results, and does not swap a tensor that has one in Module.to().
+        with mode, warnings.catch_warnings():
+            # A copy of a tensor looks whether it has memory.
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            yield mode.fake_tensor_converter.meta_converter.tensor_memo.clear
+
+    @contextlib.contextmanager
+    def whole_calls(self, note: Callable[..., Tensor]) -> Iterator[None]:
+        """In this block, call `note(function, ...)` instead of each function that reads what it has drawn."""
+        real = getattr(nn.init, "_no_grad_trunc_normal_", None)
+        if real is None:
+            yield
+            return
+
+        def noted(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+            if isinstance(tensor, self.kind):
+                return note(real, tensor, *args, **options)
+            made: Tensor = real(tensor, *args, **options)
+            return made
+
+        nn.init._no_grad_trunc_normal_ = noted
+        try:
+            yield
+        finally:
+            nn.init._no_grad_trunc_normal_ = real
+
+    def own_attributes(self, tensor: Tensor) -> dict[str, Any]:
+        """Return the attributes of a fake tensor that are not torch's."""
+        with self._mode():
+            torchs = vars(torch.empty(0))
+        return {name: value for name, value in vars(tensor).items() if name not in torchs}

@@ -147,6 +147,7 @@ def test_a_slowed_run_is_shown_with_its_straggler_and_reported(
     browser.wait_for("document.querySelector('tr.straggler .who')?.textContent == '2'", 180)
     browser.wait_for("document.querySelector('#straggler').textContent.includes('rank 2 on node 1')", 180)
     browser.wait_for("document.querySelectorAll('#checkpoints tbody tr').length >= 2")
+    browser.wait_for("document.querySelector('#cards').textContent.includes('on nodes 0, 1')")
     assert browser.run("document.querySelector('h1').textContent") == "run"
     assert browser.foreign_requests(url) == []
     assert browser.complaints == []

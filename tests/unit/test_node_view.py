@@ -18,6 +18,7 @@ from tandem.platforms.placement import detect
 from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
 from tandem.telemetry import health
+from tandem.telemetry.messages import Sample
 
 LIMIT_SECONDS = 20.0
 SECOND_OF_TWO = LaunchConfig(nodes=2, node_rank=1, master="127.0.0.1:29500")
@@ -112,5 +113,24 @@ def test_how_a_run_ended_waits_for_the_last_scrape(
         stop.interrupts = 2
         node._server._last_read["/metrics"] = 0.0
         node.linger(stop)  # nobody comes, and a second Ctrl-C does not wait
+    finally:
+        node.close()
+
+
+def test_the_steps_in_the_memory_of_each_node_are_shown(tmp_path: Path) -> None:
+    node = view.NodeView(
+        RunDir(tmp_path / "run"), Settings(), detect({}, "here", LaunchConfig(nodes=2, node_rank=0,
+        master="127.0.0.1:29500")), None, tmp_path / "scratch", tick_seconds=0.01,
+    )  # fmt: skip
+    try:
+        assert node.status()["snapshots"] == {}
+        node.newest_snapshot = lambda: 7
+        until(lambda: node.status()["snapshots"] == {"0": 7})
+        node.metrics.apply_node(1, [Sample("tandem_snapshot_step", {}, 6.0)])
+        assert node.status()["snapshots"] == {"0": 7, "1": 6}
+        page = node.metrics.page().decode()
+        assert 'tandem_snapshot_step{node="1"} 6.0' in page
+        node.metrics.forget_node(1)
+        assert node.status()["snapshots"] == {"0": 7}
     finally:
         node.close()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.checkpoint import sharded
 from tandem.checkpoint.manifest import is_sharded, seal
 from tandem.checkpoint.sharded import divided, file_name, read_rows, read_state, write_parts
 from tandem.checkpoint.shards import SHARD, VALUES, shard
@@ -103,6 +104,29 @@ def test_a_tensor_of_the_model_is_read_in_place(store: CheckpointStore) -> None:
     state, _ = read_state(store, 1, {"w": home, "half": torch.zeros(2, 4)})
     assert state["model"]["w"] is home and torch.equal(home, whole_state()["model"]["w"])
     assert equal(state, whole_state())
+
+
+def test_a_damaged_checkpoint_changes_nothing_in_the_model(store: CheckpointStore) -> None:
+    """A run without an older checkpoint goes on with the initial values that are there."""
+    save(store, 3)
+    last = store.path(1) / file_name(2, 3)
+    raw = bytearray(last.read_bytes())
+    raw[0] ^= 1
+    last.write_bytes(raw)
+    homes = {"w": torch.zeros(7, 3), "half": torch.zeros(2, 4, dtype=torch.bfloat16)}
+    with pytest.raises(CorruptCheckpointError):
+        read_state(store, 1, homes)
+    assert not any(home.any() for home in homes.values())
+
+
+def test_a_range_larger_than_a_piece_is_read_in_pieces(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(store, 2)
+    monkeypatch.setattr(sharded, "PIECE_BYTES", 10)  # less than a row
+    assert equal(read_state(store, 1)[0], whole_state())
+    for rank in range(3):
+        assert equal(read_rows(store, 1, rows_of(rank, 3))[0], of_rank(whole_state(), rows_of(rank, 3)))
 
 
 def test_a_rank_reads_only_the_files_with_its_rows(store: CheckpointStore) -> None:

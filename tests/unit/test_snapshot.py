@@ -19,7 +19,7 @@ import played_gpu
 from tandem.checkpoint import node_memory as memory_module
 from tandem.checkpoint import snapshot as snapshot_module
 from tandem.checkpoint.node_memory import NodeMemory
-from tandem.checkpoint.snapshot import SLOT, Layout, Pinned, Snapshots, newest_snapshot
+from tandem.checkpoint.snapshot import SLOT, Layout, Pinned, Snapshots, newest_snapshot, newest_step
 from tandem.checkpoint.state import flatten, unflatten
 from tandem.errors import ConfigError
 from tandem.process import memory_left
@@ -99,6 +99,19 @@ def test_the_newest_whole_snapshot_comes_back(ranks: int) -> None:
         if ranks == 1
         else (step, same(state, state_at(5))) == (5, True)
     )
+
+
+def test_the_newest_step_of_a_node_is_one_that_all_its_ranks_have() -> None:
+    shared, own = [NodeMemory(), NodeMemory()], [NodeMemory(), NodeMemory(), NodeMemory()]
+    assert newest_step(shared, own) is None
+    each = [Snapshots([region], 0, None) for region in own[:2]]  # the third is of a rank without values
+    for step, ranks in ((3, each), (4, each), (5, each[:1])):
+        for rank in ranks:
+            rank.take(step, state_at(step), own=())
+    assert newest_step(shared, own) == 4
+    for number in range(2):
+        Snapshots(shared, number, None).take(9, state_at(9), own=())
+    assert newest_step(shared, own) == 9
 
 
 def test_a_restarted_rank_spares_the_newer_slot() -> None:

@@ -1,6 +1,7 @@
 """What torch does not promise: each does its work, and so does its way without torch's private name."""
 
 import json
+import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -194,6 +195,29 @@ def test_fsdp_is_refused_on_cpus_where_torch_has_it_on_gpus_alone(monkeypatch: p
     strategy.check(SimpleNamespace(device=torch.device("cuda", 0)))
     with pytest.raises(ConfigError, match="--strategy fsdp on CPUs needs torch .*; .*--strategy ddp"):
         strategy.check(SimpleNamespace(device=torch.device("cpu")))
+
+
+def test_a_model_is_built_whole_where_torch_has_no_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = torch_private.FakeTensors()
+    with fake.mode():
+        assert isinstance(torch.empty(2), fake.kind)
+    monkeypatch.setitem(sys.modules, "torch._subclasses", SimpleNamespace())
+    with pytest.raises(ImportError):
+        torch_private.FakeTensors()
+
+
+def test_a_function_that_reads_what_it_draws_is_noted_whole(without: Any) -> None:
+    without(nn.init, "_no_grad_trunc_normal_")
+    calls = []
+    fake = torch_private.FakeTensors()
+    with fake.mode():
+        tensor = torch.empty(3)
+    has_function = hasattr(nn.init, "_no_grad_trunc_normal_")
+    with fake.whole_calls(lambda *args, **_: calls.append(args[1]) or args[1]):
+        if has_function:
+            nn.init.trunc_normal_(torch.empty(3))
+            nn.init.trunc_normal_(tensor)
+    assert len(calls) == has_function and all(each is tensor for each in calls)
 
 
 def test_a_store_listens_at_a_descriptor_in_old_and_new_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from tandem.checkpoint.state import (
 )
 from tandem.checkpoint.storage.protocol import Sink, StorageReader
 from tandem.checkpoint.store import CheckpointStore
-from tandem.errors import CorruptCheckpointError, UnloadableError
+from tandem.errors import CheckpointError, CorruptCheckpointError, UnloadableError
 
 Parts = dict[str, dict[str, Any]]
 """The shards of a rank by name, such as {"model/first.weight": shard(...)}."""
@@ -106,7 +106,15 @@ def read_state(
     Raises CorruptCheckpointError, UnloadableError, and CheckpointError for a failing volume.
     """
     if is_sharded(store.manifest(step)):
-        return read_rows(store, step, all_rows, homes)
+        if not homes:
+            return read_rows(store, step, all_rows)
+        # A run that finds damage may go on with what is in `homes` now, so nothing is written before all is
+        # checked.
+        read_rows(store, step, all_rows, only_checks=True)
+        try:
+            return read_rows(store, step, all_rows, homes)
+        except (CorruptCheckpointError, UnloadableError) as error:
+            raise CheckpointError(f"the files changed while being loaded; start again: {error}") from error
     # A large state is used in place, because its bytes do not fit in memory next to its tensors.
     if path := large_file_of(store, step):
         return read_in_place(store, step, path, lambda file: deserialize_file(file, homes))
@@ -115,17 +123,22 @@ def read_state(
 
 
 def read_rows(
-    store: CheckpointStore, step: int, rows: Rows, homes: Mapping[str, Tensor] = NO_HOMES
+    store: CheckpointStore,
+    step: int,
+    rows: Rows,
+    homes: Mapping[str, Tensor] = NO_HOMES,
+    only_checks: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (state, info) of a sharded checkpoint, reading only the ranges with these `rows`.
 
-    With `all_rows`, sharded tensors are tensors in the state, else a `shards.shard` each. Raises as
-    `read_state`.
+    With `all_rows`, sharded tensors are tensors in the state, else a `shards.shard` each. With `only_checks`,
+    they have no values. Raises as `read_state`.
     """
     manifest = store.manifest(step)
     state = deserialize(store.read(step)[0])
     files = shard_entries(manifest)
-    targets = _targets(state, rows, homes, sum(entry["bytes"] for entry in files.values()))
+    size = sum(entry["bytes"] for entry in files.values())
+    targets = _targets(state, rows, homes, size, "meta" if only_checks else "cpu")
     for name, wanted in files.items():
 
         def fill(file: StorageReader, name: str = name, wanted: Mapping[str, Any] = wanted) -> None:
@@ -195,11 +208,33 @@ def _dtype(name: str) -> torch.dtype:
 def _bytes_at(file: StorageReader, offset: int, size: int, sha256: str, where: object) -> bytes:
     file.seek(offset)
     raw = file.read(size)
-    if hashlib.sha256(raw).hexdigest() != sha256:
+    _check(hashlib.sha256(raw).hexdigest() == sha256, offset, size, where)
+    return raw
+
+
+def _check(is_equal: bool, offset: int, size: int, where: object) -> None:
+    if not is_equal:
         raise CorruptCheckpointError(
             f"{where} is damaged: the SHA-256 of bytes {offset} to {offset + size} differs"
         )
-    return raw
+
+
+def _read_range(file: StorageReader, entry: "_Range", into: Tensor, begin: int, where: object) -> None:
+    """Copy the bytes of `entry` from `begin` on into a tensor of bytes; hash all of them on the way.
+
+    In pieces, so that a large range needs no memory beside its tensor. `into` is invalid if this raises.
+    """
+    digest = hashlib.sha256()
+    file.seek(entry.offset)
+    for start in range(0, entry.bytes, PIECE_BYTES):
+        piece = file.read(min(PIECE_BYTES, entry.bytes - start))
+        digest.update(piece)
+        first = max(start, begin)
+        last = min(start + len(piece), begin + len(into))
+        if first < last and not into.is_meta:
+            found = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
+            into[first - begin : last - begin].copy_(found[first - start : last - start])
+    _check(digest.hexdigest() == entry.sha256, entry.offset, entry.bytes, where)
 
 
 class _Target:
@@ -219,12 +254,10 @@ class _Target:
         last = min(self._first + len(self._values), entry.first + entry.length)
         if first >= last:
             return
-        raw = bytearray(_bytes_at(file, entry.offset, entry.bytes, entry.sha256, where))
-        found = torch.frombuffer(raw, dtype=self._values.dtype).view(entry.length, *entry.shape[1:])
+        row = entry.bytes // entry.length
         with torch.no_grad():
-            self._values[first - self._first : last - self._first].copy_(
-                found[first - entry.first : last - entry.first]
-            )
+            wanted = self._values[first - self._first : last - self._first].reshape(-1).view(torch.uint8)
+            _read_range(file, entry, wanted, (first - entry.first) * row, where)
         self._taken.append((first, last))
 
     def result(self, is_whole: bool) -> Any:
@@ -241,9 +274,9 @@ class _Target:
 
 
 def _targets(
-    state: Mapping[str, Any], rows: Rows, homes: Mapping[str, Tensor], file_bytes: int
+    state: Mapping[str, Any], rows: Rows, homes: Mapping[str, Tensor], file_bytes: int, device: str
 ) -> dict[str, _Target]:
-    """Return the tensors to fill, with memory for them. Raises UnloadableError for impossible sizes."""
+    """Return the tensors to fill, with memory on `device`. Raises UnloadableError for impossible sizes."""
     forms: dict[Path, tuple[tuple[int, ...], str]] = {}
 
     def note(path: Path, about: Any) -> None:
@@ -262,7 +295,8 @@ def _targets(
     for path, (shape, dtype) in forms.items():
         first, length = rows(shape[0])
         home = homes.get(str(path[-1])) if path[0] == "model" else None
-        values = home_or_memory(home, _dtype(dtype), torch.Size((length, *shape[1:])))
+        with torch.device(device):
+            values = home_or_memory(home, _dtype(dtype), torch.Size((length, *shape[1:])))
         targets[name_of(path)] = _Target(name_of(path), shape, dtype, first, values)
     return targets
 

@@ -385,6 +385,16 @@ def whole_slots(regions: Sequence[NodeMemory]) -> dict[int, Slot]:
     return found
 
 
+def newest_step(shared: Sequence[NodeMemory], own: Sequence[NodeMemory]) -> int | None:
+    """Return the step of the newest whole snapshot in a node's regions, or None. Ranks may write meanwhile.
+
+    `own`: regions of values that only one rank has; all that were written must have the step.
+    """
+    parts = [whole_slots([region]).keys() for region in own if region.size() > HEADER_BYTES]
+    common = set(parts[0]).intersection(*parts[1:]) if parts else set[int]()
+    return max({*whole_slots(shared), *common}, default=None)
+
+
 def forget_after(region: NodeMemory, step: int) -> None:
     """Invalidate snapshots of later steps than `step`, from which the run does not continue."""
     if region.size() > HEADER_BYTES:

@@ -145,11 +145,16 @@ class CheckpointWriter:
         skeleton, tensors = flatten(state)
         copied = unflatten(skeleton, self._buffers.copy(tensors))
         held = time.monotonic() - began
+        returns = threading.Event()
+
+        def write() -> None:
+            returns.wait()  # or it would hold Python's lock, and the caller wait for that, for 5 ms
+            self._write(step, copied, info, began, held)
+
         # The thread is no daemon, so that Python does not exit in the middle of a save.
-        self._thread = threading.Thread(
-            target=self._write, args=(step, copied, info, began, held), name="tandem-checkpoint"
-        )
+        self._thread = threading.Thread(target=write, name="tandem-checkpoint")
         self._thread.start()
+        returns.set()
 
     def wait(self) -> None:
         """Wait until the save has finished; raise its error if that must end the run."""

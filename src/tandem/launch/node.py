@@ -7,6 +7,7 @@ import socket
 import sys
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,6 +15,7 @@ from tandem.checkpoint.decision import ResumeDecision
 from tandem.checkpoint.node_memory import NodeMemory
 from tandem.config import Settings
 from tandem.config.slices import ONE_PROCESS
+from tandem.distributed.position import Grant
 from tandem.errors import FINISHED, STOPPED, CrashLoopError, TandemError
 from tandem.launch.announce_error import write_termination_message
 from tandem.launch.fork_server import start_fork_server
@@ -132,6 +134,7 @@ def _run_agent(
 ) -> int:
     """Run the agent, together with what shows the run to the outside."""
     with log_if_slow("importing the agent"), without_collection():
+        from tandem.checkpoint.snapshot import newest_step
         from tandem.launch.agent import run_agent
         from tandem.launch.node_context import NodeContext
         from tandem.launch.view import NodeView
@@ -142,6 +145,9 @@ def _run_agent(
     workers = Workers(work.rank_entry, work.job, memories, work.warm_up, work.standby_key)
     stop_together(workers.signal_all)
     view = NodeView(run, settings, placement, state_dir, folder, prepared.access, stop)
+    grant = Grant(memories=tuple(memories))
+    own = [region for rank in range(nproc) for region in grant.own_memories(rank)]
+    view.newest_snapshot = partial(newest_step, grant.shared_memories, own)
     with contextlib.closing(view), contextlib.ExitStack() as opened:
         tracker = (
             opened.enter_context(TrackerProcess(settings, run.folder)) if placement.node_rank == 0 else None

@@ -64,6 +64,8 @@ class NodeView:
         self.plan: RunStarted | None = None
         self._done = StepsDone(0, None, 0.0)
         self.on_heartbeat: Callable[[Heartbeat], None] = lambda beat: None
+        self.newest_snapshot: Callable[[], int | None] = lambda: None
+        """The step of the newest state in this node's memory, if any."""
         self._limits = health.HealthLimits.asked(settings.launch, settings.reliability)
         self.last_words = ""  # the reason given by the first rank that failed
         self._state = "starting"
@@ -310,11 +312,16 @@ class NodeView:
             "seconds_since_progress": round(time.time() - self.last_progress, 1),
             "restarts": self._restarts.total,
             "planned_stops": self._restarts.planned_stops,
+            "snapshots": {str(node): int(step) for node, step in self._snapshots()},
             "checkpoint_every": self._settings.checkpoint.checkpoint_every,
             "verdict": self._verdict(),
             "time": time.time(),
             **(self._about.hidden(self._history.now()) if self._history is not None else {}),
         }
+
+    def _snapshots(self) -> list[tuple[int, float]]:
+        """Return (node, step of the newest state in its memory) of each node that has one."""
+        return sorted(self.metrics.by_node(metrics.SNAPSHOT_STEP).items())
 
     def _verdict(self) -> str | None:
         """Return in one sentence what limits this launch, from its metrics; None if nothing does."""
@@ -377,6 +384,8 @@ class NodeView:
             received = {} if self._stop is None else self._stop.received
             signals = agent_state.signal_increments(received, self._signals_counted)
             self.metrics.apply([*self._activities.take(time.monotonic()), *signals])
+        if (step := self.newest_snapshot()) is not None:
+            self.metrics.apply([metrics.SNAPSHOT_STEP.set(step)])
         sizes = {rank: agent_state.resident_bytes(pid) for rank, pid in self.pids.items()}
         self.metrics.apply([
             metrics.RANK_MEMORY_BYTES.set(size, rank=rank) for rank, size in sizes.items() if size

@@ -74,7 +74,7 @@ def score(settings: Settings, start: RankStart, source: str) -> dict[str, float]
         raise ConfigError(f"task {settings.run.task} has no evaluation set; return one in its Datasets")
     seed_model(settings.run.seed)
     strategy = strategies.load_to_evaluate(settings.compute.strategy, world)
-    model = strategy.shard(model_of(task, world.devices))
+    model = strategy.shard(strategy.build(lambda: model_of(task, world.devices)))
     # A run that still trains may save a newer checkpoint at any time, so one rank chooses for all.
     saved = saved_at(source) if world.is_first else None
     state = broadcast_state(world, saved.state if saved else None, {})

@@ -99,6 +99,12 @@ class Registry:
                 for sample in collected.samples
             ]
 
+    def by_node(self, family: Family) -> dict[int, float]:
+        """Return {node: value} of a family that is kept per node and has no other label."""
+        with self._lock:
+            (collected,) = self._metrics[family.name].collect()
+            return {int(sample.labels["node"]): sample.value for sample in collected.samples}
+
     def apply_node(self, node: int, samples: Iterable[Sample]) -> None:
         """Apply the result of `own` from another node; its counters have that node's totals."""
         with self._lock:

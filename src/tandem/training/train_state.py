@@ -120,7 +120,7 @@ class TrainState:
             check_freezing(flag, exchange.gradient_compression)
         self.planned = run.steps or run.epochs * self.order.steps_per_epoch
         seed_model(run.seed)  # the same initial weights on every rank
-        self.model = model_of(self.task, world.devices)
+        self.model = self.strategy.build(lambda: model_of(self.task, world.devices))
         # Layouts, strategies and optimizers need the shapes of all parameters.
         materialize(self.task, self.model, self.datasets.train, world)
         lay_out(self.model, compute.channels_last, flag)

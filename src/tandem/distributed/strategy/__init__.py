@@ -68,8 +68,8 @@ def waits_inside(strategy: Strategy, model: nn.Module) -> bool:
 
 
 def preload(name: str) -> None:
-    """Import the strategy in advance, in a process that may become a rank."""
-    _class(name)
+    """Import the strategy, and what it will need, in advance, in a process that may become a rank."""
+    _class(name).warm_up()
 
 
 def _class(name: str) -> Any:

@@ -1,6 +1,7 @@
 """The interface of a strategy: all of a step and a state that depends on how the model is distributed.
 
     strategy = load(name, group)                 the group is open
+    model = strategy.build(make_model)
     model = strategy.shard(model)                before the optimizer is built
     optimizer = strategy.shard_optimizer(...)    once, when it has been built
     strategy.load_model, strategy.load_optimizer resume
@@ -13,7 +14,7 @@
 All ranks call each method at the same point, unless its docstring says that it needs no communication.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -43,6 +44,10 @@ class Strategy(Protocol):
     """
     checks_gradients: bool
     """True if a parameter without a gradient after a step is rejected, unless --find-unused is set."""
+
+    def build(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """Return the model that `make` builds on this rank, maybe without its values until `shard`."""
+        ...
 
     def shard(self, model: nn.Module) -> nn.Module:
         """Return the model to train, which may have other parameters."""

@@ -5,11 +5,14 @@ Each block of an nn.ModuleList is gathered separately, everything else together.
 gloo, on CPUs.
 """
 
+import logging
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial, wraps
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,9 +21,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tandem.checkpoint.shards import SHARD, VALUES, mapped_shards, shard
+from tandem.distributed.deferred_values import DeferredValues, Place, build_deferred
 from tandem.distributed.group import ProcessGroup, has_buffers_beside_batchnorm
 from tandem.distributed.strategy import single
 from tandem.errors import ConfigError
+from tandem.text import in_one_line
+from tandem.torch_private import FakeTensors
+
+log = logging.getLogger("tandem.run")
 
 
 class FSDPStrategy(single.SingleStrategy):
@@ -30,6 +38,13 @@ class FSDPStrategy(single.SingleStrategy):
     shards_state = True
     has_one_device = True
     _compiles: Sequence[nn.Module] = ()
+    _values: DeferredValues | None = None
+
+    @staticmethod
+    def warm_up() -> None:
+        """Build a model, because torch imports a second's worth of modules at the first fake tensor."""
+        with suppress(Exception):  # a rank will then build the whole model, and say why
+            build_deferred(FakeTensors(), lambda: nn.Linear(1, 1))
 
     def check(self, group: ProcessGroup) -> None:
         """Accept any number of ranks. Raises ConfigError on CPUs if torch supports only GPUs (2.6)."""
@@ -39,12 +54,37 @@ class FSDPStrategy(single.SingleStrategy):
                 "of those, or use --strategy ddp"
             )
 
+    def build(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """Build the model without values, so that no rank has all of them; if it does not allow that, whole.
+
+        All ranks do the same.
+        """
+        deferred: tuple[nn.Module, DeferredValues] | None = None
+        states = random.getstate(), numpy.random.get_state()
+        problem = digest = ""
+        try:
+            deferred = build_deferred(FakeTensors(), make)
+            digest = deferred[1].digest(deferred[0])
+        # The whole model raises a mistake of the task again, in the words of its own error.
+        except Exception as error:
+            problem = in_one_line(error)
+        told = self._group.gather_json([problem, digest])
+        if deferred is not None and all(each == told[0] for each in told):
+            model, self._values = deferred
+            return model
+        if self._group.is_first:
+            log.info("--strategy fsdp: each rank builds the whole model, because %s", _reason(told))
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        return make()
+
     def shard(self, model: nn.Module) -> nn.Module:
         """Shard the model; as with DDP, rank 0's values are used."""
-        self._buffers = [*model.buffers()] if has_buffers_beside_batchnorm(model) else []
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
-                dist.broadcast(tensor, src=0)
+                if not tensor.is_meta:
+                    dist.broadcast(tensor, src=0)
+        places = self._values.places(model) if self._values else []
         self._mesh = mesh = DeviceMesh(self._group.device.type, torch.arange(self._group.size))
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         self._blocks = [block for blocks in lists for block in blocks]
@@ -52,8 +92,43 @@ class FSDPStrategy(single.SingleStrategy):
         for block in self._blocks:
             fully_shard(block, mesh=mesh)
         self._root: FSDPModule = fully_shard(model, mesh=mesh)
+        if self._values:
+            self._compute(self._values, model, places)
+        self._values = None
+        self._buffers = [*model.buffers()] if has_buffers_beside_batchnorm(model) else []
         model.register_forward_hook(_reshard_in_evaluation)
         return model
+
+    def _compute(self, values: DeferredValues, model: nn.Module, places: list[Place]) -> None:
+        """Give the sharded model its values: rank 0 computes one tensor after another and sends it."""
+        device = self._group.device
+        model._apply(partial(_allocated, device))  # type: ignore[no-untyped-call]
+        held: dict[int, list[Place]] = {}
+        for place in places:
+            held.setdefault(id(place.tensor), []).append(place)
+        for key, computed in values.computed(self._group.is_first):
+            form = held[key][0].tensor
+            whole = torch.empty_like(form, device=device) if computed is None else computed.to(device)
+            whole = whole.contiguous()
+            dist.broadcast(whole, src=0)
+            self._set(held[key], whole)
+        state = torch.default_generator.get_state().to(device)
+        dist.broadcast(state, src=0)  # as if this rank had drawn the numbers, too
+        torch.default_generator.set_state(state.cpu())
+
+    def _set(self, places: Sequence[Place], whole: Tensor) -> None:
+        """Put values where the model holds them: this rank's rows of a parameter, all of anything else."""
+        attribute = None
+        for module, name, _, _ in places:
+            there = getattr(module, name)
+            if isinstance(there, DTensor):
+                first, length = self.rows(len(whole))
+                with torch.no_grad():
+                    there.to_local().copy_(whole[first : first + length])
+            else:
+                # A copy, because `whole` may be a view of memory that is needed for other tensors.
+                attribute = whole.clone() if attribute is None else attribute
+                setattr(module, name, attribute)
 
     def compiled(self, model: nn.Module, mode: str) -> nn.Module:
         """Have the model's blocks use compiled forwards while gradients are recorded; return the model.
@@ -110,7 +185,8 @@ class FSDPStrategy(single.SingleStrategy):
         return whole
 
     def local_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        local: dict[str, Any] = self._local(state)
+        with torch.no_grad():  # to_local() is cheaper then
+            local: dict[str, Any] = self._local(state)
         return local
 
     def _local(self, value: Any) -> Any:
@@ -151,6 +227,16 @@ class FSDPStrategy(single.SingleStrategy):
             for index, values in state["state"].items()
         }
         super().load_optimizer(optimizer, {**state, "state": shares})
+
+
+def _allocated(device: torch.device, tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+
+def _reason(told: Sequence[Sequence[str]]) -> str:
+    """Return why the ranks build the whole model, from what each has found: [problem, digest]."""
+    problems = (f"{problem} (rank {rank})" for rank, (problem, _) in enumerate(told) if problem)
+    return next(problems, "the ranks build different models")
 
 
 def compiled_in_training(forward: Callable[..., Any]) -> Callable[..., Any]:

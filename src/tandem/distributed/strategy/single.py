@@ -33,6 +33,10 @@ class SingleStrategy:
             )
         self.check_exchange(exchange)
 
+    @staticmethod
+    def warm_up() -> None:
+        """Import what the strategy will need, in a process that may become a rank."""
+
     def check(self, group: ProcessGroup) -> None:
         """Raise ConfigError if this strategy cannot work with the group."""
         if group.size > 1:
@@ -47,6 +51,9 @@ class SingleStrategy:
             if getattr(exchange, each.name) != each.default:
                 flag = "--" + each.name.replace("_", "-")
                 raise ConfigError(f"{flag} works only with --strategy ddp; remove it, or use --strategy ddp")
+
+    def build(self, make: Callable[[], nn.Module]) -> nn.Module:
+        return make()
 
     def shard(self, model: nn.Module) -> nn.Module:
         return model
