@@ -401,18 +401,24 @@ class FakeTensors:
         )
         """In this block, tensors are real, and no mode of torch sees operations."""
         self._mode: Callable[..., Any] = fake_tensor.FakeTensorMode
+        self._last: Any = None
 
     @contextlib.contextmanager
     def mode(self) -> Iterator[Callable[[], None]]:
         """In this block, created tensors are fake. Yields a function to call after each operation."""
         # An operation without a rule for fake tensors would otherwise run on zeros.
         mode = self._mode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        self._last = mode
         mode.__deepcopy__ = lambda _memo: mode  # a copied tensor's view would not be in its memory
         # torch keeps weak references to results, and does not swap a tensor that has one in Module.to().
         with mode, warnings.catch_warnings():
             # A copy of a tensor looks whether it has memory.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             yield mode.fake_tensor_converter.meta_converter.tensor_memo.clear
+
+    def is_of_last_mode(self, tensor: Tensor) -> bool:
+        """Return whether a fake tensor was created in the last block of `mode`, and not by torch.compile."""
+        return getattr(tensor, "fake_mode", None) is self._last
 
     @contextlib.contextmanager
     def whole_calls(self, note: Callable[..., Tensor]) -> Iterator[None]:

@@ -238,3 +238,11 @@ def test_most_memory_is_that_of_one_tensor(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(deferred_values, "_repeat", watched)
     _, values = deferred(build)
     assert sum(1 for _ in values.computed(True)) == 40 and most <= 64 * 64 * 4 + 64 * 4
+
+
+def test_fake_tensors_of_others_do_not_count() -> None:
+    """torch.compile keeps some in the same process."""
+    with FakeTensors().mode():
+        kept = torch.empty(2)
+    model, values = build_deferred(FakeTensors(), lambda: nn.Linear(3, 2))
+    assert len(list(values.computed(True))) == 2 and kept.shape == (2,)

@@ -61,7 +61,6 @@ EXAMPLES: Mapping[str, Mapping[str, str]] = {
     },
     "runs": {
         "tandem runs": "list the runs in ./runs",
-        "tandem runs --json": "for scripts",
         "tandem runs runs/digits --goodput": "where its wall time went",
         "tandem runs --clean --dry-run": "show the empty runs that would be removed",
     },

@@ -446,7 +446,7 @@ def build_deferred(fake: FakeTensors, build: Callable[[], nn.Module]) -> tuple[n
     values = DeferredValues(recorder, _without_memory(recorder, fake, model))
     gc.collect()
     # A weak reference to each tensor would prevent that Module.to() swaps it.
-    left = [each for each in gc.get_objects() if type(each) is fake.kind]
+    left = [each for each in gc.get_objects() if type(each) is fake.kind and fake.is_of_last_mode(each)]
     if left:
         raise NotDeferrableError(f"it keeps a tensor of shape {list(left[0].shape)} outside its modules")
     return model, values
