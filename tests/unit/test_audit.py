@@ -81,7 +81,9 @@ def test_a_planted_bug_is_named(tmp_path: Path, bug: str) -> None:
     for seed in range(4):
         (tmp_path / str(seed)).mkdir()
         verdict, said = audited(tmp_path / str(seed), bug, seed)
-        if verdict.verdict != EXACT:
+        # After a kill in the last epoch, what is skipped is the end, and the run only has fewer steps.
+        is_at_end = bug == "skipped" and [finding.kind for finding, _ in verdict.kinds] == ["fewer-steps"]
+        if verdict.verdict != EXACT and not is_at_end:
             break
     assert verdict.verdict == DIFFERS and verdict.exit_code == 1, said
     assert [finding.kind for finding, _ in verdict.kinds] == [BUGS[bug]], said
