@@ -32,7 +32,7 @@ does not exist in 2.6.
 Not in the table: the methods that torch's SimpleElasticAgent documents for its subclasses
 (launch/generations.py), and its `_assign_worker_ranks`, which is overridden there to react to signals. If
 torch renamed it, a stop just after nodes have joined would wait for up to a minute
-(tests/unit/test_round.py).
+(tests/unit/test_generation_sync.py).
 
 tests/unit/test_torch_private.py removes the names one by one; pyproject.toml limits torch to the newest
 version checked.

@@ -58,7 +58,7 @@ def grouped(store: Any) -> None:
     ],
     ids=["get", "an attribute", "a group", "a cause", "a group of errors"],
 )
-def test_whose_store_it_was_decides(own_and_jobs: tuple[Any, Any], use: Callable[[Any], None]) -> None:
+def test_store_errors_it_was_decides(own_and_jobs: tuple[Any, Any], use: Callable[[Any], None]) -> None:
     own, jobs = own_and_jobs
     client = dist.TCPStore("127.0.0.1", jobs.port, 1, False, timeout=SHORT)
     for store, lost in ((own, False), (jobs, True), (client, True)):
