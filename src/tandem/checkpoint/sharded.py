@@ -108,8 +108,8 @@ def read_state(
     if is_sharded(store.manifest(step)):
         if not homes:
             return read_rows(store, step, all_rows)
-        # A run that finds damage may continue with what is in `homes` now, so nothing is written before all is
-        # checked.
+        # A run that finds damage may continue with what is in `homes` now, so nothing is written before all
+        # is checked.
         read_rows(store, step, all_rows, only_checks=True)
         try:
             return read_rows(store, step, all_rows, homes)
@@ -222,7 +222,8 @@ def _check(is_equal: bool, offset: int, size: int, where: object) -> None:
 def _read_range(file: StorageReader, entry: "_Range", into: Tensor, begin: int, where: object) -> None:
     """Copy the bytes of `entry` from `begin` on into a tensor of bytes; hash all of them on the way.
 
-    In pieces, so that a large range needs no memory in addition to its tensor. `into` is invalid if this raises.
+    In pieces, so that a large range needs no memory in addition to its tensor. `into` is invalid if this
+    raises.
     """
     digest = hashlib.sha256()
     file.seek(entry.offset)
