@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from table import Row, render
+import peers_table
+from table import Row, render, tandem_version
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchmarks.md"
@@ -33,10 +34,13 @@ turns. Missed targets are shown, too.
 - **Ratios** are ratios of the two medians, except where a section says "ratio of rounds". There, each round \
 gives one ratio, and the table shows the median of those. It can differ from the ratio of the two medians, \
 even in direction. The snapshot rows compare means.
+- **Older results** are marked. They have no commit, or are of an earlier release.
 - **Load:** the load average at the end includes the benchmark itself.
 - **Other machines:** neither times nor ratios carry over. On idle cores, torchrun restarted faster than on \
 busy ones, and [the ratio shrank](reliability.md#recovery).
 """
+FIRST = "0.1.0"
+"""The version of results from before the version was recorded."""
 CNN = "Over gloo, a CNN of 11,074 parameters."
 SMALL = "Over gloo, a model of 5,059 parameters (`benchmarks/small_task.py`)."
 BY_ROUND = " Ratio of rounds."
@@ -146,6 +150,7 @@ QUESTIONS = (
         "gradient_compression.json",
         place="gradient-compression.md#when-it-helps",
     ),
+    Question("tandem and its peers", "peers.py", "peers.json", place="compared.md#one-rank-killed"),
     Question("Monitoring", "monitoring.py", "monitoring.json", place="monitoring.md#what-it-costs"),
     Question(
         "DataParallel and DDP", "dp_vs_ddp.py", "dp_vs_ddp.json", place="dp-vs-ddp.md#what-is-sent-in-a-step"
@@ -181,8 +186,23 @@ def _measured_on(machine: dict[str, Any]) -> str:
     load = ", ".join(filter(None, loads.values()))
     said = f"Measured on {where}." + (f" {load[0].upper()}{load[1:]}." if load else "")
     unknown = ", ".join(name for name, value in {**known, **loads}.items() if not value)
-    old = f"**Older result**, added in {machine['added_in']}. " if machine.get("added_in") else ""
-    return said + (f" {old}Not recorded: {unknown}." if unknown else "")
+    old = f" {_age(machine)}." if _age(machine) else ""
+    return said + old + (f" Not recorded: {unknown}." if unknown else "")
+
+
+def _age(machine: dict[str, Any]) -> str:
+    """Why a result is older than this release; "" if it is not, or this checkout has no source to compare."""
+    if machine.get("added_in"):
+        return f"**Older result**, added in {machine['added_in']}"
+    measured = machine.get("tandem", FIRST)
+    return f"**Older result**, of tandem {measured}" if tandem_version() not in (None, measured) else ""
+
+
+def _origin(results: Path, name: str) -> str:
+    """The commit of a result, and whether it is an older one."""
+    machine = _load(results, name)["machine"]
+    commit = machine.get("commit") or machine["time"]
+    return f"older, {commit}" if _age(machine) else commit
 
 
 def _table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
@@ -225,35 +245,42 @@ def _readme(results: Path) -> str:
             f"[from a rank's kill to the next step]({page}#recovery)",
             f"{recovery.trials}; torchrun {recovery.control_trials}",
             f"median {recovery.seconds:.2f} s; torchrun {recovery.control_seconds:.2f} s",
+            "reliability_recovery",
         ),
         (
             f"[scripts, to their first output]({page}#scripts)",
             f"{kills}; torchrun {sum(row.control_trials or 0 for row in scripts)}",
             f"medians {min(ours):.2f} to {max(ours):.2f} s; "
             f"torchrun {min(theirs):.2f} to {max(theirs):.2f} s",
+            "scripts",
         ),
         (
             f"[killed and resumed at 1 to {len(resumes)} ranks]({page}#exact-resume)",
             sum(row.trials for row in resumes),
             f"{equal} bit-identical to an uninterrupted run",
+            "reliability_resume",
         ),
         (
             f"[stopped rank, skipped collective, cut link]({page}#hangs)",
             sum(row.trials for row in hangs),
             f"{named} named, at most {worst:.2f} s after the timeout",
+            "reliability_hangs",
         ),
         (
             f"[a fault every 5 s]({page}#under-steady-fire)",
             f"{chaos.trials} faults",
             f"{goodput} of the uninterrupted speed",
+            "reliability_chaos",
         ),
         (
             "[step time, DDP = 1](docs/benchmarks.md#what-a-framework-costs-a-step)",
             f"{rounds} rounds",
             shown,
+            "framework_cost",
         ),
     ]
-    return _table(("measured", "trials", "outcome"), rows)
+    rows = [(*cells, _origin(results, name)) for *cells, name in rows]
+    return _table(("measured", "trials", "outcome", "commit"), rows)
 
 
 def _compression(results: Path) -> str:
@@ -339,8 +366,20 @@ def _threads(results: Path) -> str:
     return f"{about}\n\n{_table(('model', 'threads', 'processes'), rows)}"
 
 
+def _peers(results: Path) -> str:
+    if not (results / "peers.json").exists():
+        return "Not measured."
+    found = _load(results, "peers")
+    titles: dict[str, list[str]] = {}
+    for name, entry in found["contenders"].items():
+        titles.setdefault(_measured_on(found["machines"][name]), []).append(entry["title"])
+    about = [f"- {', '.join(each)}: {on}" for on, each in titles.items()]
+    return "\n".join([peers_table.render(found), *(about if len(about) > 1 else ["", *titles])])
+
+
 FIGURES: dict[str, Callable[[Path], str]] = {
     "readme": _readme,
+    "peers": _peers,
     "gradient-compression": _compression,
     "monitoring": _monitoring,
     "dp-shares": _shares,
@@ -366,8 +405,8 @@ def _provenance(entry: dict[str, Any]) -> str:
     words = [each for each in (entry["trials"], entry["on"], entry["date"]) if each]
     unknown = ["CPU", "load", "commit", *(name for name in ("trials", "on") if not entry[name])]
     unknown = [{"on": "machine"}.get(name, name) for name in unknown]
-    added = f"Figure added in {entry['added_in']}"
-    return f"Measured once: {', '.join(words)}. Not recorded: {', '.join(unknown)}. {added}."
+    old = f"**Older figure**, added in {entry['added_in']}"
+    return f"Measured once: {', '.join(words)}. {old}. Not recorded: {', '.join(unknown)}."
 
 
 def fill(text: str, results: Path = RESULTS) -> str:

@@ -129,8 +129,8 @@ CONTENDERS = {
     ),
     "dlrover": Contender(
         "dlrover-run",
-        "ELASTIC_JOB_NAME={job} exec {bin}/dlrover-run --standalone --nproc_per_node=2 --max_restarts=1000 --monitor_interval=0.1 "
-        "{programs}/flash.py",
+        "ELASTIC_JOB_NAME={job} exec {bin}/dlrover-run --standalone --nproc_per_node=2 --max_restarts=1000 "
+        "--monitor_interval=0.1 {programs}/flash.py",
         f"Flash Checkpoint, to memory after every step and to disk every {SAVE_EVERY}; "
         "`--monitor_interval=0.1`; torch 2.6, because this release does not start with torch 2.15",
         ("dlrover",),
