@@ -73,21 +73,21 @@ class Contender:
 
 CONTENDERS = {
     "task": Contender(
-        "tandem, a task",
+        "tandem task",
         f"{TANDEM} {LOOP} --task {{programs}}/task.py:Peer --batch-size {RANKS * SHARE} --epochs 1",
         f"a snapshot after every step (default), a checkpoint every {SAVE_EVERY}",
         ("tandem-train",),
         is_ours=True,
     ),
     "loop": Contender(
-        "tandem, a custom loop",
+        "tandem custom loop",
         f"{TANDEM} {LOOP} {{programs}}/loop.py",
         f"`tandem.start()`; a snapshot after every step (default), a checkpoint every {SAVE_EVERY}",
         ("tandem-train",),
         is_ours=True,
     ),
     "script": Contender(
-        "tandem, a script",
+        "tandem script",
         f"{TANDEM} {{programs}}/plain.py",
         f"the plain DDP script, unmodified; {SAVES}",
         ("tandem-train",),
@@ -98,7 +98,7 @@ CONTENDERS = {
         f"`--monitor-interval` at its default, 0.1 s in this release; {SAVES}",
     ),
     "torchrun-fast": Contender(
-        "torchrun, faster monitor",
+        "torchrun (0.01 s monitor)",
         f"{TORCHRUN} --monitor-interval 0.01 {{programs}}/plain.py",
         f"`--monitor-interval 0.01`; {SAVES}",
     ),

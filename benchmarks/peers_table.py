@@ -18,6 +18,18 @@ def render(found: dict[str, Any]) -> str:
     return "\n".join([lines[0], "|---" * len(HEAD) + "|", *lines[1:], "", *settings])
 
 
+def brief(found: dict[str, Any]) -> tuple[str, str]:
+    """Trials, and the median to the next step, of each contender that has recovered."""
+    medians, counts = [], []
+    for entry in found["contenders"].values():
+        seconds = [each["next_step"] for each in entry["trials"] if each["next_step"] is not None]
+        if seconds:
+            medians.append(f"{entry['title']} {statistics.median(seconds):.2f} s")
+            counts.append(len(entry["trials"]))
+    fewest, most = min(counts, default=0), max(counts, default=0)
+    return f"{fewest} each" if fewest == most else f"{fewest} to {most}", ", ".join(medians)
+
+
 def _row(entry: dict[str, Any]) -> list[str]:
     trials: list[dict[str, Any]] = entry["trials"]
     version = ", ".join(f"{name} {version}" for name, version in entry["versions"].items())
