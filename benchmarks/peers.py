@@ -11,6 +11,7 @@ row with the reason. With --only, the other contenders' results in FILE stay as 
 import argparse
 import json
 import shlex
+import signal
 import socket
 import sys
 import tempfile
@@ -233,7 +234,7 @@ def free_ports() -> int:
 def merged(entries: Sequence[Entry], path: Path | None) -> dict[str, Any]:
     """What the file has of the other contenders, and these, in the order of CONTENDERS."""
     known = json.loads(path.read_text()) if path and path.exists() else {"machines": {}, "contenders": {}}
-    for entry in entries:
+    for entry in (each for each in entries if each.trials or each.error):
         known["machines"][entry.name] = machine()
         known["contenders"][entry.name] = entry.result()
     return {
@@ -249,16 +250,17 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=20, help="launches, and as many kills, of each [20]")
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
     parser.add_argument("--environments", type=Path, default=ROOT / "build" / "peers", metavar="DIR")
-    parser.add_argument("--json", type=Path, help="write the results there, too, after each round")
+    parser.add_argument("--json", type=Path, help="write the results there, too, after each trial")
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the processes of a trial end with it
     ours = GlobalOrder(workload.SAMPLES, RANKS * SHARE, 0).at(0, numpy.arange(workload.SAMPLES)).tolist()
     theirs = [workload.order(rank) for rank in range(RANKS)]
     entries = [Entry(name, asked.environments.absolute()) for name in asked.only]
     for _ in range(asked.trials):
         for entry in entries:
             entry.run([ours[rank::RANKS] for rank in range(RANKS)] if entry.contender.is_ours else theirs)
-        if asked.json:
-            asked.json.write_text(json.dumps(merged(entries, asked.json), indent=1) + "\n")
+            if asked.json:
+                asked.json.write_text(json.dumps(merged(entries, asked.json), indent=1) + "\n")
     print(render(merged(entries, asked.json)))
     return 0
 
