@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from table import machine
+from table import machine, refuse_changes
 from tandem.tasks.classification import strided_cnn
 
 PASSES, ROUNDS, STEPS = 7, 3, 100
@@ -256,6 +256,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--json", type=Path, default=HERE.parent / "results" / "dp_vs_ddp.json")
     options = parser.parse_args()
+    refuse_changes(options.json)
     found = json.loads(options.json.read_text()) if options.json.exists() else {}
     for name in options.only:
         found[name] = parts[name]()

@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from table import save
+from table import refuse_changes, save
 
 HERE = Path(__file__).parent
 KINDS = ("none", "bf16", "fp16", "powersgd")
@@ -135,6 +135,7 @@ def main() -> None:
         given.output.write_text(json.dumps(train(given.rank, given.width, given.steps)))
         sys.stdout.flush()
         os._exit(0)
+    refuse_changes(given.output)
     rows = []
     with tempfile.TemporaryDirectory(prefix="tandem-compression-") as place, Cable() as cable:
         for rate in given.rates.split(","):

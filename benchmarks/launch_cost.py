@@ -17,12 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from live_runs import LiveRun, memory_of
+from live_runs import LiveRun, memory_of, tree_of
 from marked import marked
 from table import Row, finish
 
@@ -45,14 +45,6 @@ class Cost(NamedTuple):
     megabytes: float
 
 
-def below(pid: int) -> Iterator[int]:
-    """A process and all that it has started, in whatever session."""
-    yield pid
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in task.read_text().split():
-            yield from below(int(child))
-
-
 def megabytes(pids: Sequence[int]) -> float:
     return sum(map(memory_of, pids)) / 2**20
 
@@ -68,7 +60,7 @@ def cost(folder: Path, starts: Sequence[Start]) -> Cost:
         runs[0].until(lambda: bool(runs[0].events("training")), "first step", LIMIT_SECONDS)
         seconds = float(runs[0].events("training")[0]["time"]) - began
         time.sleep(SETTLED_SECONDS)
-        return end_of([pid for run in runs for pid in below(run.process.pid)], seconds)
+        return end_of([pid for run in runs for pid in tree_of(run.process.pid)], seconds)
 
 
 def end_of(pids: Sequence[int], seconds: float) -> Cost:
@@ -98,7 +90,7 @@ def cost_of_script(folder: Path, *launcher: object) -> Cost:
             time.sleep(0.002)
         seconds = time.monotonic() - began
         time.sleep(SETTLED_SECONDS)
-        return end_of(list(below(process.pid)), seconds)
+        return end_of(tree_of(process.pid), seconds)
 
 
 def of_tandem(*flags: object) -> list[Start]:

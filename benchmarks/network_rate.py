@@ -17,7 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "src"))
 
-from table import save  # noqa: E402
+from table import refuse_changes, save  # noqa: E402
 from tandem.cluster.actions import remove_metrics, start  # noqa: E402
 from tandem.cluster.engine import Cluster, ClusterError, check_engine  # noqa: E402
 from tandem.cluster.job import ClusterJob  # noqa: E402
@@ -71,6 +71,7 @@ def main() -> int:
     parser.add_argument("--image", default="tandem:cuda")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "network_rate.json")
     options = parser.parse_args()
+    refuse_changes(options.output)
     rows: list[Row] = []
     try:
         check_engine()

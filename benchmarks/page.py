@@ -15,9 +15,11 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from table import Row, render
+import peers_table
+from questions import QUESTIONS, Question
+from table import Row, render, tandem_version
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchmarks.md"
@@ -33,125 +35,13 @@ turns. Missed targets are shown, too.
 - **Ratios** are ratios of the two medians, except where a section says "ratio of rounds". There, each round \
 gives one ratio, and the table shows the median of those. It can differ from the ratio of the two medians, \
 even in direction. The snapshot rows compare means.
+- **Older results** are marked. They have no commit, or are of an earlier release.
 - **Load:** the load average at the end includes the benchmark itself.
 - **Other machines:** neither times nor ratios carry over. On idle cores, torchrun restarted faster than on \
 busy ones, and [the ratio shrank](reliability.md#recovery).
 """
-CNN = "Over gloo, a CNN of 11,074 parameters."
-SMALL = "Over gloo, a model of 5,059 parameters (`benchmarks/small_task.py`)."
-BY_ROUND = " Ratio of rounds."
-
-
-class Question(NamedTuple):
-    """What was asked: its title, the benchmark program, its result file, and what was trained.
-
-    A `file` with a star matches several files, each measured separately, on its own machine and day. With a
-    `place`, another page shows the table, and this page links to it.
-    """
-
-    title: str
-    program: str
-    file: str
-    setup: str = ""
-    place: str = ""
-
-
-QUESTIONS = (
-    Question("What a framework costs a step", "framework_cost.py", "framework_cost.json", CNN + BY_ROUND),
-    Question("Data loading alone, without a model", "data_path.py", "data_path.json", BY_ROUND.strip()),
-    Question(
-        "Time to 98% accuracy, from program start",
-        "time_to_98.py",
-        "time_to_98.json",
-        f"{CNN} The baseline trains the tutorials' model.{BY_ROUND}",
-    ),
-    Question(
-        "Saves and recoveries, short version",
-        "reliability.py saves recovery",
-        "saves_and_recovery.json",
-        SMALL,
-    ),
-    Question("Host memory of a resume", "big_resume.py", "big_resume.json"),
-    Question(
-        "Saves of sharded state",
-        "sharded_saves.py",
-        "sharded_saves.json",
-        "Model and AdamW state under `fully_shard`, over gloo. The slowest rank counts.",
-    ),
-    Question("From the command to the first step", "launch_cost.py", "launch_cost.json", CNN),
-    Question(
-        "Clock differences, second launches, secrets, signals", "trust_trials.py", "trust_*.json", SMALL
-    ),
-    Question("A long run that is killed repeatedly", "endurance.py", "endurance.json", SMALL),
-    Question("A long run without faults", "endurance.py --steps 1000000 --kills 0", "long_run.json", SMALL),
-    Question("A CPU hog on each core", "busy_machine.py", "busy_machine.json", CNN),
-    Question("Node 0 and rank 0 at 1,024 ranks", "thousand_ranks.py", "thousand_ranks.json"),
-    Question(
-        "Sample order of 1,000,000,000 samples",
-        "thousand_ranks.py --only order --samples 1000000000",
-        "order.json",
-    ),
-    Question("One GPU", "gpu_check.py", "gpu.json", BY_ROUND.strip()),
-    Question(
-        "Recovery",
-        "reliability.py --full recovery",
-        "reliability_recovery.json",
-        SMALL,
-        "reliability.md#recovery",
-    ),
-    Question("Hangs", "reliability.py --full hangs", "reliability_hangs.json", SMALL, "reliability.md#hangs"),
-    Question(
-        "Exact resume",
-        "reliability.py --full resume",
-        "reliability_resume.json",
-        "Over gloo, the model of `benchmarks/hard_task.py`.",
-        "reliability.md#exact-resume",
-    ),
-    Question(
-        "Exact resume of custom loops",
-        "own_loop_trials.py",
-        "own_loops.json",
-        "Over gloo, the models of the examples.",
-        "reliability.md#exact-resume",
-    ),
-    Question(
-        "Unmodified scripts",
-        "script_trials.py",
-        "scripts.json",
-        "Two ranks over gloo, the small models of `tests/scripts/programs`.",
-        "reliability.md#scripts",
-    ),
-    Question(
-        "Saves and snapshots",
-        "reliability.py --full saves",
-        "reliability_saves.json",
-        place="reliability.md#what-safety-costs-a-step",
-    ),
-    Question(
-        "A fault every 5 seconds",
-        "reliability.py --full chaos",
-        "reliability_chaos.json",
-        SMALL,
-        "reliability.md#under-steady-fire",
-    ),
-    Question(
-        "Crashes, damage and power loss",
-        "reliability.py --full store",
-        "reliability_store.json",
-        place="checkpoints.md#trials",
-    ),
-    Question(
-        "Compressed gradients",
-        "gradient_compression.py",
-        "gradient_compression.json",
-        place="gradient-compression.md#when-it-helps",
-    ),
-    Question("Monitoring", "monitoring.py", "monitoring.json", place="monitoring.md#what-it-costs"),
-    Question(
-        "DataParallel and DDP", "dp_vs_ddp.py", "dp_vs_ddp.json", place="dp-vs-ddp.md#what-is-sent-in-a-step"
-    ),
-)
-
+FIRST = "0.1.0"
+"""The version of results from before the version was recorded."""
 
 def _load(results: Path, name: str) -> Any:
     return json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
@@ -181,8 +71,24 @@ def _measured_on(machine: dict[str, Any]) -> str:
     load = ", ".join(filter(None, loads.values()))
     said = f"Measured on {where}." + (f" {load[0].upper()}{load[1:]}." if load else "")
     unknown = ", ".join(name for name, value in {**known, **loads}.items() if not value)
-    old = f"**Older result**, added in {machine['added_in']}. " if machine.get("added_in") else ""
-    return said + (f" {old}Not recorded: {unknown}." if unknown else "")
+    old = f" {_age(machine)}." if _age(machine) else ""
+    return said + old + (f" Not recorded: {unknown}." if unknown else "")
+
+
+def _age(machine: dict[str, Any]) -> str:
+    """Why a result is older than this release; "" if it is not, or this checkout has no source to compare."""
+    if machine.get("added_in"):
+        return f"**Older result**, added in {machine['added_in']}"
+    measured = machine.get("tandem", FIRST)
+    return f"**Older result**, of tandem {measured}" if tandem_version() not in (None, measured) else ""
+
+
+def _origin(results: Path, name: str) -> str:
+    """The commit of a result, and whether it is an older one."""
+    found = _load(results, name)
+    machine = found.get("machine") or next(iter(found["machines"].values()))
+    commit = machine.get("commit") or machine["time"]
+    return f"older, {commit}" if _age(machine) else commit
 
 
 def _table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
@@ -225,35 +131,45 @@ def _readme(results: Path) -> str:
             f"[from a rank's kill to the next step]({page}#recovery)",
             f"{recovery.trials}; torchrun {recovery.control_trials}",
             f"median {recovery.seconds:.2f} s; torchrun {recovery.control_seconds:.2f} s",
+            "reliability_recovery",
         ),
         (
             f"[scripts, to their first output]({page}#scripts)",
             f"{kills}; torchrun {sum(row.control_trials or 0 for row in scripts)}",
             f"medians {min(ours):.2f} to {max(ours):.2f} s; "
             f"torchrun {min(theirs):.2f} to {max(theirs):.2f} s",
+            "scripts",
         ),
         (
             f"[killed and resumed at 1 to {len(resumes)} ranks]({page}#exact-resume)",
             sum(row.trials for row in resumes),
             f"{equal} bit-identical to an uninterrupted run",
+            "reliability_resume",
         ),
         (
             f"[stopped rank, skipped collective, cut link]({page}#hangs)",
             sum(row.trials for row in hangs),
             f"{named} named, at most {worst:.2f} s after the timeout",
+            "reliability_hangs",
         ),
         (
             f"[a fault every 5 s]({page}#under-steady-fire)",
             f"{chaos.trials} faults",
             f"{goodput} of the uninterrupted speed",
+            "reliability_chaos",
         ),
         (
             "[step time, DDP = 1](docs/benchmarks.md#what-a-framework-costs-a-step)",
             f"{rounds} rounds",
             shown,
+            "framework_cost",
         ),
     ]
-    return _table(("measured", "trials", "outcome"), rows)
+    if (results / "peers.json").exists():
+        about = "[the same kill under other tools](docs/compared.md#one-rank-killed)"
+        rows.append((about, *peers_table.brief(_load(results, "peers")), "peers"))
+    rows = [(*cells, _origin(results, name)) for *cells, name in rows]
+    return _table(("measured", "trials", "outcome", "commit"), rows)
 
 
 def _compression(results: Path) -> str:
@@ -339,8 +255,20 @@ def _threads(results: Path) -> str:
     return f"{about}\n\n{_table(('model', 'threads', 'processes'), rows)}"
 
 
+def _peers(results: Path) -> str:
+    if not (results / "peers.json").exists():
+        return "Not measured."
+    found = _load(results, "peers")
+    titles: dict[str, list[str]] = {}
+    for name, entry in found["contenders"].items():
+        titles.setdefault(_measured_on(found["machines"][name]), []).append(entry["title"])
+    about = [f"- {', '.join(each)}: {on}" for on, each in titles.items()]
+    return "\n".join([peers_table.render(found), *(about if len(about) > 1 else ["", *titles])])
+
+
 FIGURES: dict[str, Callable[[Path], str]] = {
     "readme": _readme,
+    "peers": _peers,
     "gradient-compression": _compression,
     "monitoring": _monitoring,
     "dp-shares": _shares,
@@ -366,8 +294,8 @@ def _provenance(entry: dict[str, Any]) -> str:
     words = [each for each in (entry["trials"], entry["on"], entry["date"]) if each]
     unknown = ["CPU", "load", "commit", *(name for name in ("trials", "on") if not entry[name])]
     unknown = [{"on": "machine"}.get(name, name) for name in unknown]
-    added = f"Figure added in {entry['added_in']}"
-    return f"Measured once: {', '.join(words)}. Not recorded: {', '.join(unknown)}. {added}."
+    old = f"**Older figure**, added in {entry['added_in']}"
+    return f"Measured once: {', '.join(words)}. {old}. Not recorded: {', '.join(unknown)}."
 
 
 def fill(text: str, results: Path = RESULTS) -> str:

@@ -402,13 +402,15 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the rows there, too")
     parser.add_argument("--no-control", action="store_true", help="leave the others out")
     asked = parser.parse_args()
+    if asked.json:
+        import table
+
+        table.refuse_changes(asked.json)
     if not can_trace():
         parser.exit(3, "this machine does not let a process trace its child (ptrace)\n")
     rows = rows_of(asked.names, asked.trials, not asked.no_control)
     print(markdown(rows))
     if asked.json:
-        import table
-
         table.save({"rows": [row.to_dict() for row in rows]}, asked.json)
     return int(any(row.bad for row in rows if not row.name.startswith("control")))
 

@@ -9,6 +9,7 @@ A figure in benchmarks/results belongs to a commit. A program that is to write t
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 GENERATED = ("benchmarks/results", "docs", "README.md", "changes", "CHANGELOG.md")
 """What a benchmark or page.py writes, and what says nothing about how fast tandem is."""
+SOURCES = r"(src|benchmarks)/(?!.*__pycache__)"
 LOAD_BEFORE = round(os.getloadavg()[0], 1)
 """The 1-minute load average when the program started, so without the benchmark's own work."""
 
@@ -76,6 +78,7 @@ def machine() -> dict[str, object]:
         release = torch.__version__
         gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
+        "tandem": tandem_version(),
         "torch": release,
         "python": platform.python_version(),
         "cores": len(os.sched_getaffinity(0)),
@@ -88,6 +91,13 @@ def machine() -> dict[str, object]:
         "command": " ".join([Path(sys.argv[0]).name, *map(_relative, sys.argv[1:])]),
         "time": time.strftime("%Y-%m-%d", time.gmtime()),
     }
+
+
+def tandem_version() -> str | None:
+    """Of this checkout; None if it has no source."""
+    path = ROOT / "src" / "tandem" / "__init__.py"
+    found = re.search(r'^__version__ = "(.+?)"', path.read_text(), re.M) if path.exists() else None
+    return found and found[1]
 
 
 def _git(*words: str) -> str | None:
@@ -106,21 +116,26 @@ def _commit() -> str | None:
 
 
 def changed_files() -> list[str]:
-    """The tracked files that differ from the commit, without GENERATED."""
+    """What differs from the commit: tracked files without GENERATED, and new ones beside the sources."""
     excluded = [f":(exclude){name}" for name in GENERATED]
-    return (_git("diff", "--name-only", "HEAD", "--", ".", *excluded) or "").split()
+    words = ("status", "--porcelain", "--no-renames", "--untracked-files=all", "--", ".", *excluded)
+    lines = [(line[:2], line[3:]) for line in (_git(*words) or "").splitlines()]
+    return [name for state, name in lines if state != "??" or re.match(SOURCES, name)]
 
 
-def refuse_changes() -> None:
-    """Raises SystemExit with 2, and says on one line what differs from the commit of the figures."""
-    changed = changed_files()
+def refuse_changes(path: Path | None = RESULTS) -> None:
+    """Raises SystemExit with 2 if the figures are for RESULTS and a file differs from their commit.
+
+    Its one line on stderr says which. Call it before anything is measured.
+    """
+    changed = changed_files() if path is not None and path.resolve().is_relative_to(RESULTS) else []
     if not changed:
         return
     more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
     print(
         f"{Path(sys.argv[0]).name}: {changed[0]}{more} differs from the commit; figures in "
         "benchmarks/results belong to a commit: commit or stash the changes, or write elsewhere with "
-        "--json FILE",
+        "--json /tmp/figures.json",
         file=sys.stderr,
     )
     raise SystemExit(2)
@@ -133,7 +148,9 @@ def _relative(word: str) -> str:
 
 
 def _are_results(word: str) -> bool:
-    return word.endswith(".json") and Path(word).resolve().is_relative_to(RESULTS)
+    """Whether an argument, `FILE` or `--json=FILE`, is a file in RESULTS."""
+    name = word.partition("=")[2] if word.startswith("--") else word
+    return name.endswith(".json") and Path(name).resolve().is_relative_to(RESULTS)
 
 
 def _processor() -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from patience import patient
+from tandem import __version__
 from tandem.tasks.base import load_task
 from tandem.tasks.classification import strided_cnn
 
@@ -89,9 +90,10 @@ def test_each_result_says_what_it_was_measured_on(path: Path, written: tuple[dic
     found = json.loads(path.read_text())
     for about in found.get("machines", {"": found.get("machine")}).values():
         assert about is not None and about["cores"] and about["time"]
-        assert set(written[0]["machine"]) <= set(about)
+        assert set(written[0]["machine"]) - {"tandem"} <= set(about)  # files of 0.1.0 may lack the version
         unknown = [name for name in ("commit", "load_before", "processor") if about[name] is None]
         assert not unknown or about["added_in"], unknown
+        assert not str(about["commit"]).endswith("-dirty")
     rows = [row for row in found.get("rows", []) if "outcome" in row]
     assert all({"trials", "control_trials", "seconds", "control_seconds"} <= set(row) for row in rows)
 
@@ -159,6 +161,35 @@ def test_a_result_is_refused_for_files_that_differ_from_the_commit(tmp_path: Pat
     (checkout / "benchmarks" / "results" / "gpu.json").write_text("{}")
     assert refusal() == ""
     (checkout / "benchmarks" / "marked.py").write_text("")
-    assert "benchmarks/marked.py differs" in refusal() and "--json FILE" in refusal()
+    assert "benchmarks/marked.py differs" in refusal() and "--json /" in refusal()
     assert refused_import(checkout / "benchmarks" / "results" / "gpu.json") == 2
     assert refused_import(tmp_path / "gpu.json") == 0
+    subprocess.run([*git, "checkout", "-q", "benchmarks/marked.py"], check=True)
+    (checkout / "notes.txt").write_text("")
+    assert refusal() == ""
+    (checkout / "benchmarks" / "new.py").write_text("")
+    assert "benchmarks/new.py differs" in refusal()
+
+
+def test_a_program_that_writes_results_by_default_is_refused_before_it_measures(tmp_path: Path) -> None:
+    checkout = tmp_path / "checkout"
+    shutil.copytree(PROGRAMS, checkout / "benchmarks", ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run(["git", "init", "-q", str(checkout)], check=True)  # with nothing committed, all is new
+    for program, *words in (("dp_vs_ddp.py",), ("data_path.py", "--json=benchmarks/results/data_path.json")):
+        command = [sys.executable, str(checkout / "benchmarks" / program), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patient(60), cwd=checkout)
+        assert done.returncode == 2 and "differs from the commit" in done.stderr.splitlines()[-1]
+
+
+def test_a_result_of_an_earlier_release_is_marked(tmp_path: Path) -> None:
+    shutil.copytree(RESULTS, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "reliability_recovery.json"
+    found = json.loads(path.read_text())
+    about = {"commit": "abc1234", "command": "x", "load_before": 0.1, "tandem": "0.0.9"}
+    found["machine"] |= about
+    found["machine"].pop("added_in", None)
+    path.write_text(json.dumps(found))
+    assert "**Older result**, of tandem 0.0.9." in printed(tmp_path, "docs/reliability.md")
+    assert "| older, abc1234 |" in printed(tmp_path, "README.md")
+    path.write_text(json.dumps({**found, "machine": found["machine"] | {"tandem": __version__}}))
+    assert "| abc1234 |" in printed(tmp_path, "README.md")
