@@ -114,8 +114,9 @@ CONTENDERS = {
     "in-process": Contender(
         "NVRx in-process restart",
         "exec {python} {programs}/in_process.py --ranks 3",
-        f"two active ranks and one in reserve, in the shape of the advanced example; its intervals at 0.1 s; "
-        f"{SAVES}; {NVRX_WHEEL}",
+        "two active ranks and one in reserve, in the shape of the advanced example; its intervals at 0.1 s; "
+        "its store is in the process that starts the ranks, because with the default, in rank 0, a kill of "
+        f"rank 0 ends the job; {SAVES}; {NVRX_WHEEL}",
         ("nvidia-resiliency-ext",),
         NVRX,
     ),

@@ -4,6 +4,9 @@
 
 starts that many processes. RANKS of them train, and the others are in reserve. No launcher may end the other
 processes when one is killed, so torchrun does not fit (its usage guide, "Known issues").
+
+The process that starts them hosts the store of the wrapper, through `store_factory`. By default, rank 0 hosts
+it, and a kill of rank 0 ends the job (its usage guide, "Restrictions").
 """
 
 import os
@@ -28,7 +31,12 @@ def start(ranks: int) -> int:
         subprocess.Popen([sys.executable, __file__], env={**os.environ, **place, "RANK": str(rank)})
         for rank in range(ranks)
     ]
-    return max(process.wait() for process in each)
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", port + 1, is_master=True, wait_for_workers=False)
+    code = max(process.wait() for process in each)
+    del store  # which has lived as long as the ranks
+    return code
 
 
 def main() -> None:
@@ -54,7 +62,11 @@ def main() -> None:
                 with call_wrapper.atomic():
                     workload.save(workload.state_of(model, optimizer, step))
 
+    class HostedElsewhere(inprocess.store.TCPStore):
+        TCP_STORE_HOST_RANK = -1
+
     inprocess.Wrapper(
+        store_factory=HostedElsewhere,
         store_kwargs={"port": port + 1},
         rank_assignment=inprocess.Compose(
             inprocess.rank_assignment.MaxActiveWorldSize(workload.RANKS),
