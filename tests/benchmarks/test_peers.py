@@ -16,18 +16,12 @@ ROOT = Path(__file__).parents[2]
 PROGRAM, RESULTS = ROOT / "benchmarks" / "peers.py", ROOT / "benchmarks" / "results"
 
 
-def measured(folder: Path, *words: object, **variables: str) -> dict[str, Any]:
-    """What the benchmark writes. It is ended when it takes too long, and nothing of it stays behind."""
+def measured(processes: Any, folder: Path, *words: object, **variables: str) -> dict[str, Any]:
+    """What the benchmark writes."""
     found = folder / "peers.json"
     command = [sys.executable, PROGRAM, "--environments", folder / "environments", "--json", found, *words]
-    done = subprocess.run(
-        list(map(str, command)),
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=patient(280),
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    code, said = processes.run(list(map(str, command)), limit=280, env={**os.environ, **variables})
+    assert code == 0, said[-3000:]
     return dict(json.loads(found.read_text()))
 
 
@@ -40,8 +34,8 @@ def shown(results: Path) -> str:
 
 @pytest.mark.multi
 @pytest.mark.timeout(600)
-def test_a_killed_rank_of_a_task_costs_no_sample(tmp_path: Path) -> None:
-    found = measured(tmp_path, "--trials", 1, "--only", "task")
+def test_a_killed_rank_of_a_task_costs_no_sample(tmp_path: Path, processes: Any) -> None:
+    found = measured(processes, tmp_path, "--trials", 1, "--only", "task")
     (trial,) = found["contenders"]["task"]["trials"]
     assert trial["ended"] == "" and trial["step"] > 0 and trial["megabytes"] > 0
     assert 0 < trial["next_step"] <= trial["all_ranks"] and trial["first_step"] > 0
@@ -50,14 +44,16 @@ def test_a_killed_rank_of_a_task_costs_no_sample(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_peer_that_cannot_be_installed_is_a_row_and_the_others_stay(tmp_path: Path) -> None:
+def test_a_peer_that_cannot_be_installed_is_a_row_and_the_others_stay(
+    tmp_path: Path, processes: Any
+) -> None:
     """The installer finds no index: a directory without one, and no other source of packages."""
     shutil.copytree(RESULTS, tmp_path, dirs_exist_ok=True)
     other = {"title": "other", "settings": "none", "versions": {}, "packages": "", "error": "", "trials": []}
     known = {"machines": {"ray": {"cores": 2, "time": "2026-01-01"}}, "contenders": {"ray": other}}
     (tmp_path / "peers.json").write_text(json.dumps(known))
     offline = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
-    found = measured(tmp_path, "--trials", 1, "--only", "torchft", **offline)
+    found = measured(processes, tmp_path, "--trials", 1, "--only", "torchft", **offline)
     entry = found["contenders"]["torchft"]
     assert found["contenders"]["ray"] == other and entry["trials"] == []
     assert entry["error"].startswith("not installed: ERROR: No matching distribution")
