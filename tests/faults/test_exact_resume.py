@@ -6,13 +6,14 @@ counts, and the task that is used here.
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_runs import Runs
+from small_runs import Runs, rank_processes
 
 from program_files import program_text
 from tandem.checkpoint.state import deserialize
@@ -92,3 +93,22 @@ def test_another_world_size_keeps_batch_order_and_every_sample(runs: Runs) -> No
     )
     for name, value in calm.items():
         torch.testing.assert_close(changed[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_restart_without_any_state_tests_the_evaluation_again(runs: Runs) -> None:
+    """What the test finds is part of the state: without it, the state differed from that of a calm run."""
+    flags = ("--nproc", 2, "--threads", 1, "--steps", 40, "--eval-every", "1epoch")
+    flags = (*flags, "--snapshot-every", "never", "--checkpoint-every", "never")
+
+    def known(run: str) -> object:
+        state = CheckpointStore(runs.folder / run / "checkpoints").read(40)[0]
+        return deserialize(state)["exchanges"]
+
+    runs.finish("launch", "calm", *flags)
+    process = runs.start("launch", "killed", *flags, delay=0.1)
+    runs.until(lambda: bool(runs.events("killed", "training")), "first step")
+    os.kill(rank_processes(process.pid)["tandem-rank-1"], signal.SIGKILL)
+    code, said = runs.processes.wait(process)
+    assert code == 0, said
+    assert [event["step"] for event in runs.events("killed", "training")] == [1, 1]
+    assert known("killed") == known("calm") != {}

@@ -214,8 +214,9 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
     )
     event_schedule = session.event_schedule
     saver = session.saver
-    # A restart of the same launch has tested it before.
-    if session.grant.restart == 0 and event_schedule.cadences["eval"].unit != "never":
+    # A restart of the same launch has tested it before. What the test found is in the state, if there is one.
+    is_tested = session.grant.restart > 0 and session.beginning.step > 0
+    if not is_tested and event_schedule.cadences["eval"].unit != "never":
         with log_if_slow("testing the evaluation"):
             evaluation.dry_run()
     handler = OutOfMemoryHandler(session, data, train_state.shares, train_state.model)
