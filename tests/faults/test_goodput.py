@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 from small_runs import Runs, rank_processes
 
+from patience import patient
+from tandem.bounded_reader import RunFiles
 from tandem.report.goodput import ledger_of
+from tandem.telemetry.ledger import Cost
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
 
@@ -58,14 +61,14 @@ def test_each_planted_cause_has_its_cost_and_the_parts_add_up(runs: Runs, rounds
         assert code in (143, -signal.SIGKILL, 137), output
         ended = time.time()
         time.sleep(3)
-    ledger = ledger_of(runs.folder / "run")
+    ledger = ledger_of(RunFiles(runs.folder / "run"))
     whole = ended - began
-    # Processes start before, and end after, what an agent can charge; the last one was killed between writes.
-    assert whole - 20 < ledger.wall < whole + 1, (ledger, whole)
+    # What an agent charges is within the life of its process; the last one was killed between two writes.
+    assert whole - patient(20) < ledger.wall < whole + 1, (ledger, whole)
     assert ledger.parts["away"] > away
     assert ledger.parts["steps"] > 0 and ledger.parts["redone"] > HANG_SECONDS * rounds
     causes = ledger.causes
     assert [causes[each].times for each in ("rank killed", "hang", "stop")] == [rounds] * 3, causes
     assert causes["hang"].seconds > HANG_SECONDS * rounds
     assert causes["stop"].seconds > 3 * rounds
-    assert causes.get("launch killed", causes["stop"]).times >= rounds - 1
+    assert causes.get("launch killed", Cost(0, 0)).times == rounds - 1  # nothing follows the last one

@@ -114,6 +114,21 @@ def test_events_that_were_put_aside_since_the_last_copy_are_not_overwritten(draw
     assert events.read_text() == "counted\n" and (folder / "events.jsonl.1").read_text() == "1\n2\n"
 
 
+def test_the_longer_ledger_counts_because_its_last_lines_are_written_again(drawer: str) -> None:
+    run_dir = RunDir(drawer)
+    run_dir.make_folder()
+    ledger = run_dir.folder / "goodput.jsonl"
+    ledger.write_text("old 1\n")
+    run_dir.mirror.push()
+    ledger.write_text("new 1\nnew 2\n")
+    run_dir.mirror.fetch()
+    assert ledger.read_text() == "new 1\nnew 2\n"
+    run_dir.mirror.push()
+    ledger.write_text("one 1\n")  # another machine has added a line
+    run_dir.mirror.fetch()
+    assert ledger.read_text() == "new 1\nnew 2\n"
+
+
 def test_the_summary_of_a_complete_run_stays_where_it_lies(drawer: str) -> None:
     run_dir = RunDir(drawer)
     run_dir.make_folder()

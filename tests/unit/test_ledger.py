@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.bounded_reader import RunFiles
 from tandem.report.goodput import ledger_of, table
 from tandem.report.runs import find_runs
 from tandem.telemetry.ledger import (
@@ -140,7 +141,7 @@ def test_the_file_of_two_launches(tmp_path: Path) -> None:
     }  # fmt: skip
     assert (second.began, second.first, second.last, second.end) == (1015.5, 8, 16, "")
     assert last.end == FINISHED and last.length == pytest.approx(8.5)
-    found = ledger_of(tmp_path)
+    found = ledger_of(RunFiles(tmp_path))
     assert found.wall == pytest.approx(2 * 24 + 76)
     assert found.parts["away"] == pytest.approx(76)
 

@@ -79,9 +79,10 @@ class NodeView:
         self._spares: list[int] | None = None  # the nodes that wait; None without --spares
         self._world_size = placement.world_size
         self._signals_counted: dict[str, int] = {}
-        self._activities = agent_state.Activities(self._began - agent_state.process_age_seconds())
+        age = agent_state.process_age_seconds()
+        self._activities = agent_state.Activities(self._began - age)
+        self._ledger = LedgerFile(run.folder / layout.GOODPUT, time.time() - age, self._began - age)
         self._replays = agent_state.Replays()
-        self._ledger: LedgerFile | None = None
         self.socket_path = scratch / "samples.sock"
         self.metrics = Registry(node=placement.node_rank)
         self.metrics.before_page = self._update_own_counters
@@ -109,8 +110,6 @@ class NodeView:
         """Open the journal, the history and the server, on node 0."""
         self._journal, self._history = self._run.journal, History(self._run)
         self._replays = agent_state.Replays(self._history.last_step)
-        age = agent_state.process_age_seconds()
-        self._ledger = LedgerFile(self._run.folder / layout.GOODPUT, time.time() - age, self._began - age)
         self._restarts = Restarts(self._run.events())
         host, port = settings.metrics.host_and_port
         shown = self.status, self._history.curves, access, self._about.read, self._log
@@ -153,7 +152,7 @@ class NodeView:
         """Record that the ranks of a generation have ended and the agent waits for the other nodes."""
         self.last_progress = time.time()
         self._state = "rendezvous"
-        if self._ledger is not None:
+        if self._journal is not None:
             self._ledger.ended(time.monotonic())
             self._enter("rendezvous")
 
@@ -190,7 +189,7 @@ class NodeView:
         event = Event(kind, time.time(), fields)
         self._history.take(event)
         self._outgoing.take(event)
-        if self._ledger is not None and (cause := ledger.cause_of(kind, fields)) is not None:
+        if (cause := ledger.cause_of(kind, fields)) is not None:
             self._ledger.because(cause)
         reason = self._restarts.take(kind, fields)
         if reason is not None:
@@ -200,8 +199,7 @@ class NodeView:
         """Enter a state of the run; time is charged to it from now on."""
         now = time.monotonic()
         self._activities.enter(state, now)
-        if self._ledger is not None:
-            self._ledger.enter(agent_state.ACTIVITY_OF[state], now)
+        self._ledger.enter(agent_state.ACTIVITY_OF[state], now)
         self._state = state
         self.metrics.apply([metrics.RUN_STATE.enter(state)])
 
@@ -234,16 +232,14 @@ class NodeView:
             self._write_verdict()
         self._outgoing.ended("stopped" if state == "stopped" else ending, code, reason)
         self._enter(state)
-        if self._ledger is not None:
-            self._ledger.closed(ledger.CAUSE_OF_STATE[state], time.monotonic())
-            self._write_ledger()
+        self._ledger.closed(ledger.CAUSE_OF_STATE[state], time.monotonic())
+        self._write_ledger()
         with reporting("write metrics.prom"):
             self.metrics.write_last_page(self._run.folder / layout.METRICS_PAGE)
 
     def _write_ledger(self) -> None:
-        if self._ledger is not None:
-            with reporting("write goodput.jsonl"):
-                self._ledger.write(time.monotonic())
+        with reporting("write goodput.jsonl"):
+            self._ledger.write(time.monotonic())
 
     def _write_verdict(self) -> None:
         """Log what limits this launch, if anything does, and add it to the summary."""
@@ -342,12 +338,10 @@ class NodeView:
                 self._beat(message)
             case Samples(samples):
                 self.metrics.apply(samples)
-                if self._ledger is not None:
-                    self._ledger.observe(samples)
+                self._ledger.observe(samples)
             case RunStarted(step):
                 self.plan = message
-                if self._ledger is not None:
-                    self._ledger.begins(step, time.monotonic())
+                self._ledger.begins(step, time.monotonic())
                 self._count_steps(*self._replays.begin(step))
             case StepsDone(step):
                 self._done = message
@@ -363,7 +357,7 @@ class NodeView:
         # A heartbeat alone is no progress: its thread runs on while training hangs.
         if before is None or moved or beat.step != before.step:
             self.last_progress = time.time()
-            if beat.rank == 0 and self._ledger is not None:
+            if beat.rank == 0:
                 self._ledger.finished(beat.step, time.monotonic())
         if not moved or self._state in FINAL_STATES:
             return
@@ -408,8 +402,7 @@ class NodeView:
         while True:
             with suppress(OSError):  # the journal and the saves say what is wrong with the volume
                 health.write_run_health(self._run.folder, self._health())
-                if self._ledger is not None:
-                    self._ledger.write(time.monotonic())
+                self._ledger.write(time.monotonic())
             if self._closing.wait(RUN_HEALTH_SECONDS):
                 return
 

@@ -29,16 +29,16 @@ MEANING = {
 
 def time_in(files: RunFiles) -> dict[str, object]:
     """Return what a report shows: [what, seconds] of the parts, and [cause, times, seconds]."""
-    ledger = account(periods_in(files.lines(layout.GOODPUT)))
+    ledger = ledger_of(files)
     return {
         "parts": [[MEANING[part], seconds] for part, seconds in ledger.parts.items() if seconds],
         "causes": [[cause, *cost] for cause, cost in ledger.causes.items()],
     }
 
 
-def ledger_of(run_dir: Path) -> Ledger:
+def ledger_of(files: RunFiles) -> Ledger:
     """Return where the wall time of a run went; empty if it has no goodput.jsonl."""
-    return account(periods_in(RunDir(run_dir).files().lines(layout.GOODPUT)))
+    return account(periods_in(files.lines(layout.GOODPUT)))
 
 
 def table(rows: Sequence[RunRow], folder: Path) -> str:
@@ -54,7 +54,7 @@ def as_json(rows: Sequence[RunRow], folder: Path) -> dict[str, object]:
 
 
 def _json(path: Path) -> dict[str, object]:
-    ledger = ledger_of(path)
+    ledger = ledger_of(RunDir(path).files())
     return {
         "path": str(path),
         "wall_seconds": round(ledger.wall, 3),
@@ -67,7 +67,7 @@ def _json(path: Path) -> dict[str, object]:
 
 
 def _lines(path: Path) -> list[str]:
-    ledger = ledger_of(path)
+    ledger = ledger_of(RunDir(path).files())
     name = printable(str(path))
     if not ledger.wall:
         return [f"{name}: no goodput.jsonl, which runs of this version of tandem write"]

@@ -68,6 +68,8 @@ class Mirror:
             path = folder / name
             if name == layout.TRACKER and exists(path):
                 continue  # it is written more often than it is copied, so the local one is newer
+            if name == layout.GOODPUT and exists(path) and path.stat().st_size >= len(content or b""):
+                continue  # the same, unless another machine has added lines; lines have one length
             if content is None:
                 # The store lacks a file that was deleted there, such as the summary of an earlier end.
                 path.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tandem.telemetry import health, metrics
 from tandem.telemetry.messages import Samples, Send
-from tandem.telemetry.meter import ACTIVITIES
+from tandem.telemetry.meter import ACTIVITIES, ActivityClock
 from tandem.telemetry.metrics import Sample
 
 log = logging.getLogger("tandem.node")
@@ -30,22 +30,18 @@ ACTIVITY_OF = {state: activity for activity, state in STATE_OF.items()} | dict.f
 
 
 class Activities:
-    """Charges wall time to activities, exactly one at a time; `now` is any clock in seconds.
-
-    If the clock goes back, it counts as having stopped. Thread-safe.
-    """
+    """Counts the wall time of each activity for the metrics. Thread-safe."""
 
     def __init__(self, now: float) -> None:
         self._spent = dict.fromkeys(ACTIVITIES, 0.0)
-        self._current = ACTIVITIES[0]
-        self._since = now
+        self._clock = ActivityClock(now)
         self._lock = threading.Lock()
 
     def enter(self, state: str, now: float) -> None:
         """Charge time from `now` on to this state of the run."""
         with self._lock:
             self._charge(now)
-            self._current = ACTIVITY_OF[state]
+            self._clock.activity = ACTIVITY_OF[state]
 
     def take(self, now: float) -> list[Sample]:
         """Return the time spent since the last call, by activity."""
@@ -58,8 +54,7 @@ class Activities:
         ]
 
     def _charge(self, now: float) -> None:
-        self._spent[self._current] += max(0.0, now - self._since)
-        self._since = max(now, self._since)
+        self._spent[self._clock.activity] += self._clock.charge(now)
 
 
 def process_age_seconds() -> float:

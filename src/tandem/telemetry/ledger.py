@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tandem.telemetry.meter import ACTIVITIES
+from tandem.telemetry.meter import ACTIVITIES, ActivityClock
 from tandem.telemetry.metrics import (
     STEP_DURATION_SECONDS,
     STEP_PHASE_SECONDS,
@@ -209,8 +209,7 @@ class LedgerFile:
         self._path = path
         self._lock = threading.Lock()
         self._periods = [Period(launch, launch)]
-        self._activity = ACTIVITIES[0]
-        self._since = now
+        self._clock = ActivityClock(now)
         self._stepped = now  # when the last step was finished
         self._excess = 0.0  # what a straggler costs a step
         self._writing = threading.Lock()
@@ -221,9 +220,9 @@ class LedgerFile:
         """Charge time from `now` on to this activity."""
         with self._lock:
             self._charge(now)
-            if activity == "train" != self._activity:
+            if activity == "train" != self._clock.activity:
                 self._stepped = now
-            self._activity = activity
+            self._clock.activity = activity
 
     def begins(self, step: int, now: float) -> None:
         """Record that ranks train from this step."""
@@ -261,7 +260,7 @@ class LedgerFile:
             self._charge(now)
             period = self._periods[-1]
             self._periods.append(Period(period.launch, period.began + period.length))
-            self._activity = "rendezvous"
+            self._clock.activity = "rendezvous"
 
     def because(self, cause: str) -> None:
         """Record why the last generation that has ended did."""
@@ -295,11 +294,11 @@ class LedgerFile:
             self._written = lines
 
     def _charge(self, now: float) -> None:
-        spent = max(0.0, now - self._since)
-        self._since = max(now, self._since)
         period = self._periods[-1]
-        seconds = {**period.seconds, self._activity: period.seconds.get(self._activity, 0.0) + spent}
-        stalled = max(0.0, self._since - self._stepped) if self._activity == "train" else period.stalled
+        activity = self._clock.activity
+        seconds = dict(period.seconds)
+        seconds[activity] = seconds.get(activity, 0.0) + self._clock.charge(now)
+        stalled = max(0.0, self._clock.since - self._stepped) if activity == "train" else period.stalled
         self._change(seconds=seconds, stalled=stalled)
 
     def _change(self, **values: Any) -> None:

@@ -10,6 +10,25 @@ from typing import Any
 
 PHASES = ("data", "transfer", "forward", "backward", "optimizer", "other")
 ACTIVITIES = ("startup", "rendezvous", "resume", "train", "eval", "checkpoint", "drain")
+
+
+class ActivityClock:
+    """Charges wall time to exactly one activity at a time; `now` is any clock in seconds.
+
+    If the clock goes back, it counts as having stopped.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.activity = ACTIVITIES[0]
+        self.since = now
+
+    def charge(self, now: float) -> float:
+        """Return the seconds since the last call, which belong to `activity`."""
+        spent = max(0.0, now - self.since)
+        self.since = max(now, self.since)
+        return spent
+
+
 WARMUP_STEPS = 20
 
 
