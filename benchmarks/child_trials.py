@@ -15,7 +15,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from marked import living, marked
+from marked import living, marked, started
 from table import Row, finish
 
 LIMIT_SECONDS = 240.0
@@ -129,16 +128,8 @@ class ChildRun:
         words = ["--nproc", "2", "--run-dir", "run", "--metrics", "0", "--metrics-linger", "0"]
         words += ["--hang-timeout", str(HANG_SECONDS), "--shutdown-timeout", "20"]
         words += ["--", f"./{name}"] if name.endswith(".sh") else [name]
-        with (folder / "said.txt").open("wb") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tandem", "launch", *words],
-                cwd=folder,
-                env=self.environ,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-            )
+        command = [sys.executable, "-m", "tandem", "launch", *words]
+        self.process = started(command, self.environ, folder / "said.txt", folder)
 
     def said(self) -> str:
         return (self.folder / "said.txt").read_text(errors="replace")

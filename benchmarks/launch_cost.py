@@ -13,7 +13,6 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from live_runs import LiveRun, memory_of, tree_of
-from marked import marked
+from marked import marked, started
 from table import Row, finish
 
 LIMIT_SECONDS = 300.0
@@ -76,17 +75,14 @@ def cost_of_script(folder: Path, *launcher: object) -> Cost:
     """Of two ranks of a plain script, until it has written its first snapshot."""
     snapshot = folder / "snapshot.pt"
     began = time.monotonic()
-    with (folder / "output.txt").open("wb") as output, subprocess.Popen(
-        [sys.executable, "-m", *map(str, launcher), SCRIPT, "--epochs", "1000000", "--snapshot", snapshot],
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        env=marked({**os.environ, "OMP_NUM_THREADS": "1"}),
-        start_new_session=True,
+    output = folder / "output.txt"
+    words = [*map(str, launcher), str(SCRIPT), "--epochs", "1000000", "--snapshot", str(snapshot)]
+    with started(
+        [sys.executable, "-m", *words], marked({**os.environ, "OMP_NUM_THREADS": "1"}), output
     ) as process:
         while not snapshot.exists():
             if process.poll() is not None or time.monotonic() > began + LIMIT_SECONDS:
-                raise RuntimeError(f"no first step:\n{(folder / 'output.txt').read_text(errors='replace')}")
+                raise RuntimeError(f"no first step:\n{output.read_text(errors='replace')}")
             time.sleep(0.002)
         seconds = time.monotonic() - began
         time.sleep(SETTLED_SECONDS)

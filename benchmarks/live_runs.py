@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from marked import living, marked
+from marked import living, marked, started
 
 HERE = Path(__file__).parent
 TASK = HERE / "small_task.py"
@@ -46,15 +45,7 @@ class LiveRun:
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # without it torchrun's restarts often hang
         environment["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(":")
         environment = marked(environment | dict(variables or {}))
-        with self.output.open("ab") as file:
-            self.process = subprocess.Popen(
-                command,
-                stdout=file,
-                stderr=file,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                env=environment,
-            )
+        self.process = started(command, environment, self.output)
         _environs[self.process.pid] = environment
 
     def events(self, kind: str) -> list[dict[str, Any]]:

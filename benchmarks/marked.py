@@ -4,8 +4,9 @@ Ranks lead sessions of their own, and daemons have no parent: what they have in 
 """
 
 import os
+import subprocess
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,22 @@ class Marked(NamedTuple):
 def marked(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` for a program whose processes are to be known."""
     return {**environ, MARK: uuid.uuid4().hex}
+
+
+def started(
+    command: Sequence[str], environ: Mapping[str, str], output: Path, cwd: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a program as leader of a session of its own; what it prints is appended to `output`."""
+    with output.open("ab") as file:
+        return subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
 
 
 def living(environ: Mapping[str, str]) -> list[Marked]:

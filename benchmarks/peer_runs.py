@@ -8,7 +8,6 @@ at a random step of the next SPREAD_STEPS. The trial ends when all ranks are BEY
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from live_runs import memory_of, tree_of
-from marked import living, marked
+from marked import living, marked, started
 
 PROGRAMS = Path(__file__).parent / "peer_programs"
 sys.path.append(str(PROGRAMS))
@@ -82,16 +81,7 @@ class Run:
         self.lines: list[Line] = []
         self._offsets: dict[Path, int] = {}
         self.began = time.time()
-        with self.output.open("wb") as file:
-            self.process = subprocess.Popen(
-                ["bash", "-c", command],
-                cwd=folder,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-            )
+        self.process = started(["bash", "-c", command], self.environment, self.output, folder)
 
     def read(self) -> list[Line]:
         """All lines so far, in the order of time."""

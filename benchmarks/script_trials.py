@@ -28,6 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from marked import started
 from table import Row, render, write
 from tandem.process import below
 
@@ -55,16 +56,8 @@ class ScriptRun:
         self.script, self.outputs, self.said = PROGRAMS / f"{name}.py", outputs, folder / "terminal.txt"
         kept = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
         kept["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # without it torchrun's restarts often hang
-        with self.said.open("wb") as file:
-            self.process = subprocess.Popen(
-                [SCRIPTS[name], "-m", *command, str(self.script), *ENDLESS],
-                cwd=folder,
-                env=kept,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-            )
+        words = [SCRIPTS[name], "-m", *command, str(self.script), *ENDLESS]
+        self.process = started(words, kept, self.said, folder)
 
     def lives(self) -> dict[int, list[tuple[float, int]]]:
         """{rank: [(time of the first line, process)]}, in the order of generations."""

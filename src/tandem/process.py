@@ -25,7 +25,7 @@ def name_process(name: str) -> None:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Do not collect garbage during large imports, nor ever look at the objects that exist afterwards.
+    """Disable garbage collection during large imports; later collections skip the objects that then exist.
 
     `import torch` makes hundreds of thousands of objects, none of them garbage; to look for it among them
     takes a fifth of the import's time. In processes forked from this one, a collection would also write to

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem import cli
 from tandem.bounded_reader import RunFiles
+from tandem.errors import ConfigError
 from tandem.report.goodput import ledger_of, table
 from tandem.report.runs import find_runs
 from tandem.telemetry.ledger import (
@@ -181,3 +183,9 @@ def test_what_a_person_reads(tmp_path: Path) -> None:
     launch(tmp_path / "run" / "goodput.jsonl", 1000.0, FINISHED)
     text = table(find_runs(tmp_path), tmp_path)
     assert "24 s, of which" in text and "rank killed, once" in text and "3.0 s" in text
+
+
+@pytest.mark.parametrize("flag", ["--clean", "--dry-run"])
+def test_showing_and_removing_are_two_commands(flag: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="type two commands"):
+        cli.run("runs", [str(tmp_path), "--goodput", flag], {})

@@ -70,7 +70,7 @@ def _lines(path: Path) -> list[str]:
     ledger = ledger_of(RunDir(path).files())
     name = printable(str(path))
     if not ledger.wall:
-        return [f"{name}: no goodput.jsonl, which runs of this version of tandem write"]
+        return [f"{name}: no goodput.jsonl; an older version of tandem ran it, or it has not started"]
     share = ledger.parts["steps"] / ledger.wall
     lines = [f"{name}: {format_duration(ledger.wall)}, of which {share:.1%} are steps that count"]
     for part, seconds in ledger.parts.items():

@@ -194,6 +194,8 @@ def runs(options: "Namespace", environ: Environment) -> int:
     from tandem.log import printable
     from tandem.report.runs import as_json, clean, find_runs, table
 
+    if options.goodput and (options.clean or options.dry_run):
+        raise ConfigError("--goodput shows runs and --clean removes them; type two commands")
     found, removed = find_runs(options.folder), list[dict[str, object]]()
     if options.clean or options.dry_run:
         done = "would remove" if options.dry_run else "removed"
