@@ -221,7 +221,7 @@ def verified(check: Check) -> list[Row]:
     return [Row("verify-resume", 3, outcome, target="exact", passed="verdict: exact" in outcome)]
 
 
-def two_ranks(check: Check) -> list[Row]:
+def two_ranks(check: Check, strategy: str = "ddp") -> list[Row]:
     """Two nodes of one rank on one GPU, calm and with a rank killed: NCCL between ranks, and its errors.
 
     NCCL refuses two ranks with one GPU on one host, so each node is told that it is a host of its own; each
@@ -230,15 +230,16 @@ def two_ranks(check: Check) -> list[Row]:
     steps, width = (40, 8) if check.played else (2000, 64)
     words = ["--task", f"{TASKS}:Conv", "--task.width", width, "--batch-size", 32, "--steps", steps]
     words += ["--device", "cuda", "--deterministic", "--checkpoint-every", 20, "--nodes", 2, "--nproc", 1]
+    words += ["--strategy", strategy]
     found, restarts = list[object](), list[object]()
     for kills in (0, 1):
-        run_dir, nodes = check.folder / f"two-{kills}", list[LiveRun]()
+        run_dir, nodes = check.folder / f"{strategy}-{kills}", list[LiveRun]()
         with contextlib.ExitStack() as opened, socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             place = ("--master", f"127.0.0.1:{free.getsockname()[1]}", "--run-dir", run_dir)
             free.close()
             for node in (0, 1):
-                folder, more = check.folder / f"two-{kills}-{node}", (*place, "--node-rank", node)
+                folder, more = check.folder / f"{strategy}-{kills}-{node}", (*place, "--node-rank", node)
                 variables = {"NCCL_HOSTID": f"node-{node}"}
                 run = LiveRun(check.launcher, folder, *QUIET, *words, *more, variables=variables)
                 nodes.append(opened.enter_context(run))
@@ -254,7 +255,7 @@ def two_ranks(check: Check) -> list[Row]:
         restarts.append(_summary(run_dir)["restarts"])
     same = found[0] == found[1] and restarts == [0, 1]
     said = "the undisturbed run's bits" if same else f"other weights, or restarts: {restarts}"
-    return [Row("two ranks on one GPU, one killed", 1, said, target="the same bits", passed=same)]
+    return [Row(f"two ranks on one GPU, {strategy}, one killed", 1, said, target="the same bits", passed=same)]
 
 
 def branches(check: Check) -> list[Row]:
@@ -403,6 +404,7 @@ CHECKS: dict[str, tuple[Callable[[Check], list[Row]], bool]] = {
     "digits": (digits, True),
     "killed": (killed, True),
     "two-ranks": (two_ranks, True),
+    "two-ranks-fsdp": (partial(two_ranks, strategy="fsdp"), False),
     "branches": (branches, True),
     "synchronizations": (synchronizations, True),
     "verify-resume": (verified, False),

@@ -26,7 +26,7 @@ def test_a_machine_without_a_gpu_plays_one(tmp_path: Path, processes: Any) -> No
     assert "one is played by the CPU, and nothing is said of speed" in said
     rows = {row["name"]: row for row in json.loads(found.read_text())["rows"]}
     assert rows["a rank killed, --workers 2"]["outcome"] == "the undisturbed run's bits"
-    assert rows["two ranks on one GPU, one killed"]["outcome"] == "the undisturbed run's bits"
+    assert rows["two ranks on one GPU, ddp, one killed"]["outcome"] == "the undisturbed run's bits"
     assert rows["fp16, --clip-norm"]["passed"] and rows["a task with freeze()"]["passed"]
     assert rows["waits of the host for the device"]["outcome"] == "0.00 a step, on the played GPU"
     assert rows["verify-resume"]["outcome"] == "not measured: needs a GPU"
