@@ -65,6 +65,22 @@ def test_each_rank_takes_its_own_gpu_and_nccl(plain: tuple[list[Notes], str]) ->
         assert note.device_ids == [f"[device(type='cuda', index={rank})]"]
 
 
+def test_a_single_rank_trains_without_ddp_to_the_same_weights(ranks: Ranks) -> None:
+    """DDP copies all gradients, and cuts a compiled model into one graph per bucket, for no exchange."""
+    ended = []
+    for name, more in (("lone", ()), ("wrapped", ("--device", "cpu"))):
+        notes = ranks.folder / f"{name}-notes"
+        flags = ("--nproc", 1, *FLAGS, "--run-dir", name, *more)
+        environment = played_gpu.environment(notes, 1)
+        code, output = ranks.processes.run(
+            played_gpu.command("launch", *flags), cwd=ranks.folder, env=environment
+        )
+        assert code == 0, output
+        assert played_gpu.noted(notes).device_ids == ([] if name == "lone" else ["None"])
+        ended.append(json.loads((ranks.folder / name / "summary.json").read_text())["weights_sha256"])
+    assert len(set(ended)) == 1
+
+
 def test_no_step_makes_the_host_wait_for_the_gpu(plain: tuple[list[Notes], str]) -> None:
     """But for the numbers of the step before, which are on the host by then (an event says so)."""
     for note in plain[0]:

@@ -2,16 +2,20 @@
 
 import json
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem import running_clock
 from tandem.launch import watchdog
+from tandem.launch.connectivity import MasterProbe
 from tandem.launch.watchdog import Watchdog
+from tandem.platforms.placement import Placement
 from tandem.telemetry import metrics
 from tandem.telemetry.hangs import NOTHING_BEFORE, Alarm, Beat, judge
 from tandem.telemetry.messages import Heartbeat
@@ -151,6 +155,42 @@ def test_a_node_that_cannot_reach_node_0_keeps_its_connections_while_its_ranks_g
     assert cut == [] and dog._unheard == {0}
     dog._look(running_clock.now() + 11)
     assert cut == [5]
+
+
+def test_a_node_waits_longer_for_a_frozen_agent_of_node_0_than_for_a_lost_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sharded save waits for node 0's agent, so no rank finishes a step while that is stopped."""
+    cut = list[int]()
+    monkeypatch.setattr(watchdog, "cut_connections", cut.append)
+    dog = Watchdog(1, "there", 5, lambda: pytest.fail("not started"), Registry())
+    dog.is_master_frozen = lambda: True
+    dog.begin_generation("generation/1", {1: os.getpid()}, range(2))
+    dog.record_heartbeat(Heartbeat(1, 7, "train", "backward", 0.0, 1800.0, 10.0, trained=True, waiting=True))
+    dog._look(running_clock.now() + 30)
+    assert cut == [] and dog._unheard == {0}
+    dog._look(running_clock.now() + 61)
+    assert cut == [5]
+
+
+def probe_of(port: int) -> MasterProbe:
+    def connect() -> TCPStore:
+        return TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+
+    placement = Placement("by-hand", 2, 1, 1, "127.0.0.1", port)
+    return MasterProbe(placement, connect)
+
+
+def test_a_port_that_accepts_and_never_answers_is_that_of_a_frozen_agent(free_port: int) -> None:
+    with socket.create_server(("127.0.0.1", free_port)):
+        wait_until(probe_of(free_port).is_frozen)
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for port in (free_port, server.port):  # nothing listens; the store answers
+        probe = probe_of(port)
+        for _ in range(2):
+            assert not probe.is_frozen()
+            assert probe._thread is not None
+            probe._thread.join(60)
 
 
 def wait_until(condition: Callable[[], object]) -> None:

@@ -15,9 +15,6 @@ ranks do not hang. See docs/architecture.md#hangs.
 
 import json
 import logging
-import os
-import socket
-import stat
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +26,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem import running_clock
+from tandem.launch.connectivity import cut_connections
 from tandem.launch.rendezvous import read_all
 from tandem.launch.workers import Workers, has_handler
 from tandem.process import send, stat_of
@@ -56,6 +54,7 @@ from tandem.timeouts import (
     SLOW_RANKS_SECONDS,
     STACKS_SECONDS,
     STALE_SECONDS,
+    STORE_READ_SECONDS,
     STORE_RETRY_SECONDS,
     WATCHDOG_TICK_SECONDS,
 )
@@ -231,6 +230,7 @@ class Watchdog:
         self._alarm: Alarm | None = None
         self.on_beats: Callable[[Sequence[Beat]], None] = lambda beats: None
         self.on_exchange: Callable[[TCPStore], None] = lambda store: None
+        self.is_master_frozen: Callable[[], bool] = lambda: False
         self.has_trained = False  # a rank here has finished a step of the last generation
         self.has_ever_trained = False  # or of an earlier one
         self._closing = threading.Event()
@@ -352,7 +352,10 @@ class Watchdog:
             limit = max((beat.hang for beat in beats), default=SHORTEST_HANG_SECONDS)
             since = self._last_exchange
             # Not while ranks here finish steps, which need the ranks of node 0 as well.
-            lost = self._node != 0 and since is not None and now - max(since, self._advanced_at) > limit
+            silence = now - max(since or now, self._advanced_at) if self._node != 0 else 0.0
+            # Asked early, so that the answer is there in time.
+            is_frozen = silence > limit / 2 and self.is_master_frozen()
+            lost = silence > (max(limit, STORE_READ_SECONDS) if is_frozen else limit)
             if lost:
                 # Reports and cuts once per silence; the next answer starts the clock again.
                 self._last_exchange = None
@@ -364,16 +367,17 @@ class Watchdog:
             silent = {} if self._alarm is not None or not self._generation else silent
         if self._node == 0 and self._generation:
             self.on_beats(beats)
-        self._log_silent_nodes(silent)
+        known = "its host accepts connections" if silence > limit else "its ranks are still training"
+        self._log_silent_nodes(silent, known)
         if lost and since is not None:
             log.error("node %d has had no answer from node 0 for %.1f s", self._node, now - since)
             cut_connections(self._port)
 
-    def _log_silent_nodes(self, silent: Mapping[int, float]) -> None:
+    def _log_silent_nodes(self, silent: Mapping[int, float], known: str) -> None:
         """Log once for each agent that it is silent, which is no hang of its ranks, or heard again."""
         for node in sorted(silent.keys() - self._unheard):
-            text = "node %d's agent has sent no heartbeat for %.1f s; its ranks are still training"
-            log.warning(text, node, silent[node])
+            text = "node %d's agent has sent no heartbeat for %.1f s; %s"
+            log.warning(text, node, silent[node], known)
         for node in sorted(self._unheard - silent.keys()):
             log.info("node %d's agent sends heartbeats again", node)
         self._unheard = set(silent)
@@ -479,19 +483,3 @@ class Watchdog:
                     self._registry.apply_node(node, unpack_samples(value))
             elif now - at > STALE_SECONDS:
                 self._registry.forget_node(node)
-
-
-def cut_connections(port: int) -> None:
-    """Shut down this process's connections to `port`, so that a thread that reads from one gets an error.
-
-    shutdown() wakes a blocked read; close() would not.
-    """
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError, ValueError):
-            descriptor = int(name)
-            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                continue
-            # A copy: `with` closes what it wraps, but torch's client owns the original.
-            with socket.socket(fileno=os.dup(descriptor)) as copy:
-                if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getpeername()[1] == port:
-                    copy.shutdown(socket.SHUT_RDWR)

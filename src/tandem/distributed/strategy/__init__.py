@@ -18,6 +18,7 @@ CLASSES = {
     "single": "SingleStrategy",
     "dp": "DPStrategy",
     "ddp": "DDPStrategy",
+    "ddp/lone": "LoneStrategy",
     "fsdp": "FSDPStrategy",
 }
 """{file of this package: its class}, so that a strategy is imported only where it is chosen."""
@@ -32,6 +33,10 @@ def load(
 ) -> Strategy:
     """Load the strategy `name`, such as `dp:0.5`, for the ranks of `group`. Raises ConfigError."""
     check_together(exchange, compute)
+    # Not on a CPU: a parameter that a step leaves out keeps a gradient of zero there, and only DDP notices.
+    is_on_gpu = group.device.type == "cuda"
+    if name == "ddp" and group.size == 1 and is_on_gpu and exchange.gradient_compression == "none":
+        name = "ddp/lone"
     strategy: Strategy = _class(name)(group, exchange, compute)
     return strategy
 
@@ -74,4 +79,4 @@ def preload(name: str) -> None:
 
 def _class(name: str) -> Any:
     kind = name.partition(":")[0]
-    return getattr(import_module(f"{__name__}.{kind}"), CLASSES[kind])
+    return getattr(import_module(f"{__name__}.{kind.partition('/')[0]}"), CLASSES[kind])

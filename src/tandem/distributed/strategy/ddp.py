@@ -61,8 +61,11 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMES]) + more
 
 
-class DDPStrategy(single.SingleStrategy):
-    """Gradients are means over ranks; weights are equal on all of them from the start."""
+class LoneStrategy(single.SingleStrategy):
+    """ddp of a single rank on a GPU, which exchanges nothing: the model is not wrapped.
+
+    DDP would copy all gradients, and cut a compiled model into one graph per bucket.
+    """
 
     checks_gradients = True
 
@@ -72,14 +75,36 @@ class DDPStrategy(single.SingleStrategy):
     def check_exchange(self, exchange: ExchangeConfig) -> None:
         """Accept all settings, because they are meant for ddp."""
         self._exchange = exchange
-        self._compression = compression(exchange, self._group)
-        # Each rank has its own errors, so only a checkpoint has the whole state.
-        self.shards_state = self._compression is not None and self._compression.remembers
 
     def shard(self, model: nn.Module) -> nn.Module:
         # The wrappers add prefixes to these names; messages show the model's own.
         self._named = dict(model.named_parameters())
         return model
+
+    def check_gradients(self) -> None:
+        """Raise ConfigError for parameters without a gradient, unless --find-unused is set.
+
+        DDP would report them only in the next step, when the first step's gradients were already not
+        averaged.
+        """
+        if self._exchange.find_unused:
+            return
+        without = [name for name, p in self._named.items() if p.requires_grad and p.grad is None]
+        if without:
+            raise ConfigError(
+                f"the loss has no gradient for {listed(without)}; use them in the loss, freeze them with "
+                "requires_grad_(False), or use --find-unused"
+            )
+
+
+class DDPStrategy(LoneStrategy):
+    """Gradients are means over ranks; weights are equal on all of them from the start."""
+
+    def check_exchange(self, exchange: ExchangeConfig) -> None:
+        super().check_exchange(exchange)
+        self._compression = compression(exchange, self._group)
+        # Each rank has its own errors, so only a checkpoint has the whole state.
+        self.shards_state = self._compression is not None and self._compression.remembers
 
     def wrap(self, module: nn.Module, slots: int) -> None:
         """Wrap the module with DDP, without its broadcast of buffers if those are all BatchNorm's.
@@ -119,21 +144,6 @@ class DDPStrategy(single.SingleStrategy):
                 "use --find-unused if a step may leave out parameters"
             ) from error
         return result
-
-    def check_gradients(self) -> None:
-        """Raise ConfigError for parameters without a gradient, unless --find-unused is set.
-
-        DDP would report them only in the next step, when the first step's gradients were already not
-        averaged.
-        """
-        if self._exchange.find_unused:
-            return
-        without = [name for name, p in self._named.items() if p.requires_grad and p.grad is None]
-        if without:
-            raise ConfigError(
-                f"the loss has no gradient for {listed(without)}; use them in the loss, freeze them with "
-                "requires_grad_(False), or use --find-unused"
-            )
 
     def _without_gradient(self, message: str) -> list[str]:
         """Return the names in DDP's error, which lists indices among the parameters that it reduces."""
