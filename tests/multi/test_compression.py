@@ -245,8 +245,11 @@ def unused(group: ProcessGroup, name: str, folder: Path) -> list[Any]:
     return found
 
 
-def test_parameters_without_a_gradient_are_named(tmp_path: Path, free_port: int) -> None:
-    for never, later, found in in_processes("ddp", 2, free_port, unused, tmp_path):
+@pytest.mark.parametrize(("name", "size"), [("ddp", 2), ("lone", 1)])
+def test_parameters_without_a_gradient_are_named(
+    name: str, size: int, tmp_path: Path, free_port: int
+) -> None:
+    for never, later, found in in_processes(name, size, free_port, unused, tmp_path):
         assert never[0] == "ConfigError" and "no gradient for spare.weight, spare.bias;" in never[1]
         assert "--find-unused" in never[1]
         assert later[0] == "UnusedParametersError" and "spare.weight, spare.bias" in later[1]

@@ -66,7 +66,8 @@ def test_each_rank_takes_its_own_gpu_and_nccl(plain: tuple[list[Notes], str]) ->
 
 
 def test_a_single_rank_trains_without_ddp_to_the_same_weights(ranks: Ranks) -> None:
-    """DDP copies all gradients, and cuts a compiled model into one graph per bucket, for no exchange."""
+    """DDP copies all gradients, and cuts a compiled model into one graph per bucket, although nothing is
+    exchanged."""
     ended = []
     for name, more in (("lone", ()), ("wrapped", ("--device", "cpu"))):
         notes = ranks.folder / f"{name}-notes"

@@ -374,9 +374,10 @@ class Stepper:
     ) -> None:
         device = self._world.device
         # Here, not after the previous step, because its gradients could be inspected until now. With several
-        # micro-batches the gradients are kept: the first one's new gradients would not be in DDP's buckets,
-        # which costs one more copy of all of them.
-        self._optimizer.zero_grad(set_to_none=self.drops_gradients and len(micro_batches) == 1)
+        # micro-batches DDP's are kept: the first one's new gradients would not be in its buckets, which costs
+        # one more copy of all of them.
+        keeps = self._strategy.has_buckets and len(micro_batches) > 1
+        self._optimizer.zero_grad(set_to_none=self.drops_gradients and not keeps)
         self._strategy.reset()
         self._module.samples = self.samples_of(step)
         if self._module.weighs:  # exchanges one more number before the first backward pass

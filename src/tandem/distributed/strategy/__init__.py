@@ -1,7 +1,8 @@
 """Strategies that distribute the model over ranks and devices: one file each, found by name.
 
 A new one is a file NAME.py with a class (interface: `base.Strategy`), its row in CLASSES, and its name in the
-choices of `--strategy` (config/slices.py). It is imported only if it is used: FSDP alone takes a second.
+choices of `--strategy` (config/slices.py). `lone` is no choice: ddp uses it for one rank on a GPU. A strategy
+is imported only if it is chosen: FSDP alone takes a second.
 """
 
 from importlib import import_module
@@ -18,7 +19,7 @@ CLASSES = {
     "single": "SingleStrategy",
     "dp": "DPStrategy",
     "ddp": "DDPStrategy",
-    "ddp/lone": "LoneStrategy",
+    "lone": "LoneStrategy",
     "fsdp": "FSDPStrategy",
 }
 """{file of this package: its class}, so that a strategy is imported only where it is chosen."""
@@ -33,10 +34,10 @@ def load(
 ) -> Strategy:
     """Load the strategy `name`, such as `dp:0.5`, for the ranks of `group`. Raises ConfigError."""
     check_together(exchange, compute)
-    # Not on a CPU: a parameter that a step leaves out keeps a gradient of zero there, and only DDP notices.
+    # Not on a CPU, where gradients are zeroed, not dropped: only DDP notices that a step has left one out.
     is_on_gpu = group.device.type == "cuda"
     if name == "ddp" and group.size == 1 and is_on_gpu and exchange.gradient_compression == "none":
-        name = "ddp/lone"
+        name = "lone"
     strategy: Strategy = _class(name)(group, exchange, compute)
     return strategy
 
@@ -79,4 +80,4 @@ def preload(name: str) -> None:
 
 def _class(name: str) -> Any:
     kind = name.partition(":")[0]
-    return getattr(import_module(f"{__name__}.{kind.partition('/')[0]}"), CLASSES[kind])
+    return getattr(import_module(f"{__name__}.{kind}"), CLASSES[kind])

@@ -44,6 +44,8 @@ class Strategy(Protocol):
     """
     checks_gradients: bool
     """True if a parameter without a gradient after a step is rejected, unless --find-unused is set."""
+    has_buckets: bool
+    """True if gradients stay in DDP's buckets: before several micro-batches they are zeroed, not dropped."""
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
         """Return the model that `make` builds on this rank, maybe without its values until `shard`."""

@@ -17,13 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from tandem.config.slices import ExchangeConfig
 from tandem.distributed.compression import compression, ddp_arguments
 from tandem.distributed.consensus import is_skipped, pack
-from tandem.distributed.group import ProcessGroup, has_buffers_beside_batchnorm
-from tandem.distributed.strategy import single
-from tandem.errors import ConfigError, TandemError
+from tandem.distributed.group import has_buffers_beside_batchnorm
+from tandem.distributed.strategy import lone
 from tandem.torch_private import buffer_argument, hidden_sync_seconds
-
-MOST_NAMES = 5
-"""How many parameter names to show in a message."""
 
 
 class Telemetry(nn.Module):
@@ -51,54 +47,10 @@ class Telemetry(nn.Module):
         return loss * scale + (self.carrier * (carried * carries)).sum(), numbers
 
 
-class UnusedParametersError(TandemError):
-    """A step of the task left out parameters that other steps train."""
-
-
-def listed(names: Sequence[str]) -> str:
-    """List the first few names, and how many more there are."""
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(names[:MOST_NAMES]) + more
-
-
-class LoneStrategy(single.SingleStrategy):
-    """ddp of a single rank on a GPU, which exchanges nothing: the model is not wrapped.
-
-    DDP would copy all gradients, and cut a compiled model into one graph per bucket.
-    """
-
-    checks_gradients = True
-
-    def check(self, group: ProcessGroup) -> None:
-        """Accept any number of ranks."""
-
-    def check_exchange(self, exchange: ExchangeConfig) -> None:
-        """Accept all settings, because they are meant for ddp."""
-        self._exchange = exchange
-
-    def shard(self, model: nn.Module) -> nn.Module:
-        # The wrappers add prefixes to these names; messages show the model's own.
-        self._named = dict(model.named_parameters())
-        return model
-
-    def check_gradients(self) -> None:
-        """Raise ConfigError for parameters without a gradient, unless --find-unused is set.
-
-        DDP would report them only in the next step, when the first step's gradients were already not
-        averaged.
-        """
-        if self._exchange.find_unused:
-            return
-        without = [name for name, p in self._named.items() if p.requires_grad and p.grad is None]
-        if without:
-            raise ConfigError(
-                f"the loss has no gradient for {listed(without)}; use them in the loss, freeze them with "
-                "requires_grad_(False), or use --find-unused"
-            )
-
-
-class DDPStrategy(LoneStrategy):
+class DDPStrategy(lone.LoneStrategy):
     """Gradients are means over ranks; weights are equal on all of them from the start."""
+
+    has_buckets = True
 
     def check_exchange(self, exchange: ExchangeConfig) -> None:
         super().check_exchange(exchange)
@@ -139,13 +91,13 @@ class DDPStrategy(LoneStrategy):
             # DDP raises a plain RuntimeError, in the forward pass after the step.
             if "find_unused_parameters" not in str(error):
                 raise
-            raise UnusedParametersError(
-                f"in the previous step, no gradient reached {listed(self._without_gradient(str(error)))}; "
+            raise lone.UnusedParametersError(
+                f"in the previous step, no gradient reached {lone.listed(self._in_message(str(error)))}; "
                 "use --find-unused if a step may leave out parameters"
             ) from error
         return result
 
-    def _without_gradient(self, message: str) -> list[str]:
+    def _in_message(self, message: str) -> list[str]:
         """Return the names in DDP's error, which lists indices among the parameters that it reduces."""
         indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
         names = {id(p): name for name, p in self._named.items()}

@@ -20,6 +20,7 @@ class SingleStrategy:
     shards_parameters = False
     shards_state = False
     checks_gradients = False
+    has_buckets = False
     has_one_device = False
     """True if it requires the model to be on one device."""
 
