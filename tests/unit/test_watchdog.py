@@ -13,9 +13,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem import running_clock
 from tandem.launch import watchdog
-from tandem.launch.connectivity import MasterProbe
+from tandem.launch.master_connection import MasterProbe
 from tandem.launch.watchdog import Watchdog
-from tandem.platforms.placement import Placement
 from tandem.telemetry import metrics
 from tandem.telemetry.hangs import NOTHING_BEFORE, Alarm, Beat, judge
 from tandem.telemetry.messages import Heartbeat
@@ -140,11 +139,17 @@ def test_an_agent_that_is_silent_while_ranks_get_on_is_no_hang() -> None:
     assert dog.alarm is not None and (dog.alarm.rank, dog.alarm.halted) == (1, True)
 
 
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ports to which connections were cut."""
+    ports = list[int]()
+    monkeypatch.setattr(watchdog, "cut_connections", ports.append)
+    return ports
+
+
 def test_a_node_that_cannot_reach_node_0_keeps_its_connections_while_its_ranks_get_on(
-    monkeypatch: pytest.MonkeyPatch,
+    cut: list[int],
 ) -> None:
-    cut = list[int]()
-    monkeypatch.setattr(watchdog, "cut_connections", cut.append)
     dog = Watchdog(1, "there", 5, lambda: pytest.fail("not started"), Registry())
     dog.begin_generation("generation/1", {1: os.getpid()}, range(2))
     dog._last_exchange = running_clock.now() - 30
@@ -157,12 +162,8 @@ def test_a_node_that_cannot_reach_node_0_keeps_its_connections_while_its_ranks_g
     assert cut == [5]
 
 
-def test_a_node_waits_longer_for_a_frozen_agent_of_node_0_than_for_a_lost_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_node_waits_longer_for_a_frozen_agent_of_node_0_than_for_a_lost_one(cut: list[int]) -> None:
     """A sharded save waits for node 0's agent, so no rank finishes a step while that is stopped."""
-    cut = list[int]()
-    monkeypatch.setattr(watchdog, "cut_connections", cut.append)
     dog = Watchdog(1, "there", 5, lambda: pytest.fail("not started"), Registry())
     dog.is_master_frozen = lambda: True
     dog.begin_generation("generation/1", {1: os.getpid()}, range(2))
@@ -173,21 +174,20 @@ def test_a_node_waits_longer_for_a_frozen_agent_of_node_0_than_for_a_lost_one(
     assert cut == [5]
 
 
-def probe_of(port: int) -> MasterProbe:
+def probe_of(port: int, patience: float) -> MasterProbe:
     def connect() -> TCPStore:
         return TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
 
-    placement = Placement("by-hand", 2, 1, 1, "127.0.0.1", port)
-    return MasterProbe(placement, connect)
+    return MasterProbe("127.0.0.1", port, connect, patience)
 
 
 def test_a_port_that_accepts_and_never_answers_is_that_of_a_frozen_agent(free_port: int) -> None:
     with socket.create_server(("127.0.0.1", free_port)):
-        wait_until(probe_of(free_port).is_frozen)
+        wait_until(probe_of(free_port, 0.5).is_frozen)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for port in (free_port, server.port):  # nothing listens; the store answers
-        probe = probe_of(port)
-        for _ in range(2):
+        probe = probe_of(port, 0.0)
+        for _ in range(3):  # each call but the first returns what a whole probe found
             assert not probe.is_frozen()
             assert probe._thread is not None
             probe._thread.join(60)
@@ -275,11 +275,9 @@ def test_an_alarm_that_is_none_is_no_silence_of_node_0(words: bytes) -> None:
 
 
 def test_the_silence_of_a_store_that_is_gone_is_none_of_the_next_generations(
-    monkeypatch: pytest.MonkeyPatch, free_port: int
+    cut: list[int], free_port: int
 ) -> None:
     """The node of the store was back, all had met, and 10 s after its end the new connections were cut."""
-    cut = list[int]()
-    monkeypatch.setattr(watchdog, "cut_connections", cut.append)
     dog = Watchdog(1, "there", free_port, lambda: pytest.fail("not started"), Registry())
     dog._last_exchange = running_clock.now() - 60
     dog.begin_generation("generation/2", {}, range(2))

@@ -13,7 +13,7 @@ from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
 from tandem.errors import KILLED, PEER_LOST, PeerLostError, TandemError, is_retried
-from tandem.launch.connectivity import Connect, MasterProbe, what_is_wrong
+from tandem.launch.connectivity import Connect, what_is_wrong
 from tandem.launch.generations import NodeAgent
 from tandem.launch.inspection import Inspector
 from tandem.launch.inspection_socket import InspectionSocket
@@ -81,7 +81,7 @@ def run_agent(node: NodeContext) -> AgentReport:
 
     watchdog.on_beats = know
     watchdog.on_exchange = inspector.look
-    watchdog.is_master_frozen = MasterProbe(placement, node.endpoint.connect).is_frozen
+    watchdog.is_master_frozen = node.endpoint.probe().is_frozen
     node.view.inspect_by(inspector.ask)
     watchdog.start()
     places = places_of(node, inspector.take_place)

@@ -6,8 +6,6 @@
 import os
 import re
 import socket
-import stat
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -29,7 +27,6 @@ from tandem.timeouts import (
     CLOCK_SKEW_SECONDS,
     MASTER_ANSWER_SECONDS,
     RENDEZVOUS_POLL_SECONDS,
-    STORE_RETRY_SECONDS,
 )
 
 NETWORKS = Path("/sys/class/net")
@@ -260,54 +257,3 @@ def _nodes_and_skews(placement: Placement, connect: Connect) -> tuple[set[int], 
                 before[node.addr] = beat
             time.sleep(RENDEZVOUS_POLL_SECONDS)
     return here, skews
-
-
-class MasterProbe:
-    """Tell a frozen agent of node 0 from a lost one, in the background.
-
-    The kernel of a frozen process accepts connections, but nothing answers on them. If the store answers on a
-    new connection, only the old ones are dead. `connect` opens a connection to the store.
-    """
-
-    def __init__(self, placement: Placement, connect: Connect) -> None:
-        self._master = _master(placement)
-        self._connect = connect
-        self._thread: threading.Thread | None = None
-        self._accepted_at: float | None = None
-
-    def is_frozen(self) -> bool:
-        """Return whether a connection was accepted, and has had no answer for MASTER_ANSWER_SECONDS.
-
-        Never waits. Starts a probe unless one is running.
-        """
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._probe, name="tandem-master-probe", daemon=True)
-            self._thread.start()
-        since = self._accepted_at
-        return since is not None and time.monotonic() - since > MASTER_ANSWER_SECONDS
-
-    def _probe(self) -> None:
-        try:
-            socket.create_connection(self._master, timeout=MASTER_ANSWER_SECONDS).close()
-            self._accepted_at = time.monotonic()
-            self._connect()  # returns only if the store answers
-        except (OSError, RuntimeError):
-            pass
-        self._accepted_at = None
-        time.sleep(STORE_RETRY_SECONDS)
-
-
-def cut_connections(port: int) -> None:
-    """Shut down this process's connections to `port`, so that a thread that reads from one gets an error.
-
-    shutdown() wakes a blocked read; close() would not.
-    """
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError, ValueError):
-            descriptor = int(name)
-            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                continue
-            # A copy: `with` closes what it wraps, but torch's client owns the original.
-            with socket.socket(fileno=os.dup(descriptor)) as copy:
-                if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getpeername()[1] == port:
-                    copy.shutdown(socket.SHUT_RDWR)

@@ -12,6 +12,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.errors import PeerLostError, TandemError
+from tandem.launch.master_connection import MasterProbe
 from tandem.launch.rendezvous import (
     END_KEY,
     LEFT_KEY,
@@ -170,6 +171,10 @@ class StoreEndpoint:
     def connect(self) -> TCPStore:
         """Open one more connection to the agents' store."""
         return TCPStore(*self.address, is_master=False, timeout=timedelta(seconds=STORE_READ_SECONDS))
+
+    def probe(self) -> MasterProbe:
+        """Return a probe of the agents' store, which finds out why it does not answer."""
+        return MasterProbe(*self._master, self.connect)
 
 
 def announce(endpoint: StoreEndpoint, code: int, reason: str = "", stop: StopFlag | None = None) -> None:

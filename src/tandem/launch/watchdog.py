@@ -26,7 +26,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem import running_clock
-from tandem.launch.connectivity import cut_connections
+from tandem.launch.master_connection import cut_connections
 from tandem.launch.rendezvous import read_all
 from tandem.launch.workers import Workers, has_handler
 from tandem.process import send, stat_of
@@ -367,7 +367,8 @@ class Watchdog:
             silent = {} if self._alarm is not None or not self._generation else silent
         if self._node == 0 and self._generation:
             self.on_beats(beats)
-        known = "its host accepts connections" if silence > limit else "its ranks are still training"
+        waits = f"it seems frozen, waiting for up to {STORE_READ_SECONDS:.0f} s"
+        known = waits if silence > limit else "its ranks are still training"
         self._log_silent_nodes(silent, known)
         if lost and since is not None:
             log.error("node %d has had no answer from node 0 for %.1f s", self._node, now - since)
