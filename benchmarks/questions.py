@@ -58,6 +58,13 @@ QUESTIONS = (
     ),
     Question("One GPU", "gpu_check.py", "gpu.json", BY_ROUND.strip()),
     Question(
+        "One GPU: compiled steps",
+        "gpu_check.py --only gpt124m graphs",
+        "gpu_steps.json",
+        "With snapshots, and DDP around the model; since then, one rank on a GPU has no DDP."
+        f"{BY_ROUND}",
+    ),
+    Question(
         "Recovery",
         "reliability.py --full recovery",
         "reliability_recovery.json",
