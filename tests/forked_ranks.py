@@ -1,5 +1,6 @@
 """Run a function in ranks that are forked from this process and connected by gloo."""
 
+import faulthandler
 import os
 import time
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from tandem.distributed.group import ProcessGroup
 from tandem.distributed.position import Connection, Position
 
 LIMIT_SECONDS = 200.0
+STACK_SECONDS = 120.0
+"""A rank that has not ended by then writes its stack to its file, which a test that fails shows."""
 
 
 def on_one_node(rank: int, size: int) -> Position:
@@ -42,10 +45,14 @@ def in_ranks(
     finally:
         for rank in ranks:
             rank.kill()
+        for path in sorted(folder.glob("*.stack")):
+            print(f"{path.name}:\n{path.read_text()}")
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
 
 def _work(what: Callable[[ProcessGroup], Any], position: Position, port: int, folder: Path) -> None:
+    stack = (folder / f"{position.rank}.stack").open("w")
+    faulthandler.dump_traceback_later(STACK_SECONDS, file=stack)
     torch.set_num_threads(1)
     init = "master" if position.world_size > 1 else "alone"
     connection = Connection(init=init, master=("127.0.0.1", port))
