@@ -58,11 +58,10 @@ QUESTIONS = (
     ),
     Question("One GPU", "gpu_check.py", "gpu.json", BY_ROUND.strip()),
     Question(
-        "One GPU: compiled steps",
-        "gpu_check.py --only gpt124m graphs",
+        "One GPU: compiled steps, resume, recovery",
+        "gpu_check.py --only gpt124m verify-resume recovery",
         "gpu_steps.json",
-        "With snapshots, and DDP around the model; since then, one rank on a GPU has no DDP."
-        f"{BY_ROUND}",
+        f"Since then, the check for non-finite gradients reads them only once.{BY_ROUND}",
     ),
     Question(
         "Recovery",

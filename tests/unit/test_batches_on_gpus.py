@@ -1,5 +1,6 @@
 """Batches of every kind on their way to a (played) GPU, and what a step there does not wait for."""
 
+import math
 from collections import UserDict, namedtuple
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,6 +92,23 @@ def test_sgd_is_told_on_the_device_with_and_without_momentum(momentum: float, gp
         guarded.update(torch.tensor(float(step == 1)), lambda: None)
         assert torch.equal(before, model.weight) is (step == 1)
         assert "wait" not in gpu.counts or (step == 0 and momentum)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, None])
+def test_a_gradient_that_is_not_finite_is_found_without_a_wait(bad: float | None, gpu: Notes) -> None:
+    model = nn.ParameterList([torch.ones(3), torch.ones(0), torch.ones(2, 2, dtype=torch.complex64)])
+    guarded = guard("stop", model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for parameter in model:
+        parameter.grad = torch.ones_like(parameter)
+    if bad is not None:
+        model[2].grad[1, 1] = bad
+    gpu.counts.clear()
+    before = [parameter.grad.clone() for parameter in model]
+    found = guarded.look()
+    assert "wait" not in gpu.counts
+    assert found.shape == () and found == (bad is not None)
+    same = [torch.equal(a.nan_to_num(), p.grad.nan_to_num()) for a, p in zip(before, model, strict=True)]
+    assert all(same)
 
 
 def test_a_step_left_out_puts_buffers_back_in_one_piece(gpu: Notes) -> None:
