@@ -152,14 +152,16 @@ def test_the_installed_wheel_runs_without_a_checkout(installed: Path, processes:
     assert code == 0 and said.startswith(str(installed.parent)), said
 
 
-def test_a_cluster_without_a_checkout(installed: Path, processes: Any, tmp_path: Path) -> None:
+def test_a_cluster_without_a_checkout(
+    installed: Path, processes: Any, free_port: int, tmp_path: Path
+) -> None:
     """The engine is played: an image or a project's Dockerfile is asked for before anything is started."""
     (tmp_path / "bin").mkdir()
     docker = tmp_path / "bin" / "docker"
     docker.write_text('#!/bin/sh\n[ "$1" != compose ] || echo 2.30.0\n[ "$1" != build ] || exit 3\n')
     docker.chmod(0o755)
     environ = {**ALONE, "PATH": f"{docker.parent}:{os.environ['PATH']}"}
-    command = [str(installed / "tandem"), "cluster", "up", "--metrics-port", "19469"]
+    command = [str(installed / "tandem"), "cluster", "up", "--metrics-port", str(free_port)]
     code, said = processes.run(command, cwd=tmp_path, env=environ)
     assert code == 2 and said.count("\n") == 1 and "expected --image NAME, or a project" in said, said
     words = [str(installed / "tandem"), "init", "own", "--compose", "--slurm"]
