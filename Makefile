@@ -134,10 +134,10 @@ docs: setup-dev ## generate the reference pages and build the site into build/si
 site: setup-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-test: setup-dev ## run all tests except the long trials, in minutes; lists the skipped ones
+test: setup-dev ## run the unit tests and one test of each promise, in minutes; lists the skipped ones
 	$(call PYTEST,$(TEST_LIMIT)) -m 'not slow and not soak' tests
 
-test-all: test ## run the tests and the long trials
+test-all: test ## run all tests
 	$(call PYTEST,$(ALL_LIMIT)) -m 'slow and not soak' tests
 
 soak: setup-dev ## repeat the trials with more counts and settings, for hours; before a release

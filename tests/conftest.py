@@ -36,6 +36,8 @@ DEFAULT_LIMIT_SECONDS = 100.0  # below pytest-timeout's 120, so that the process
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 PORTS_EACH = 1000
 REASON_CHARACTERS = 2000
+COMPLETE = ("unit", "docs")
+"""Directories of which `make test` runs all tests; of the others, it runs what is marked `core`."""
 # Suites that wait for clusters, alerts and lost nodes start first; those that compute fill the rest.
 WAITING_FIRST = ("container", "slurm", "monitoring", "k8s", "faults", "scripts", "multi", "storage")
 ORDER = {name: place for place, name in enumerate((*WAITING_FIRST, "docs/test_readme.py"))}
@@ -57,8 +59,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Start with the tests that mostly wait, and apply TEST_PATIENCE to the limits of pytest-timeout too."""
+    """Start with the tests that mostly wait, and mark as slow what `make test` leaves out.
+
+    Also applies TEST_PATIENCE to the limits of pytest-timeout.
+    """
     items.sort(key=place_of)
+    for item in items:
+        if item.nodeid.split("/")[1] not in COMPLETE and not item.get_closest_marker("core"):
+            item.add_marker(pytest.mark.slow)
     for item in items if PATIENCE != 1 else ():
         marker = item.get_closest_marker("timeout")
         seconds = float(marker.args[0] if marker else config.getini("timeout"))
@@ -72,9 +80,9 @@ def place_of(item: pytest.Item) -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """TRIALS_UNTIL (seconds since 1970): from then on no long trial is begun, and each says so."""
+    """From TRIALS_UNTIL on (seconds since 1970), skip what `make test` leaves out, and say so."""
     if item.get_closest_marker("slow") and time.time() > float(os.environ.get("TRIALS_UNTIL", "inf")):
-        pytest.skip("no time is left for this long trial on so slow a machine; make test-all runs it")
+        pytest.skip("no time is left for this test on so slow a machine; make test-all runs it")
 
 
 class Reasons:

@@ -66,7 +66,6 @@ def test_recipes_and_tandem_come_to_an_accuracy(few: Path, processes: Any) -> No
     assert all(row["seconds"] > 0 for row in rows if row["name"].endswith("CPU time"))
 
 
-@pytest.mark.slow
 @pytest.mark.multi
 def test_who_is_not_there_in_time_has_the_limit(few: Path, processes: Any) -> None:
     flags = ("--accuracy", 2, "--samples", 480, "--only", "tutorial", "--limit", 1)
@@ -78,7 +77,6 @@ def test_who_is_not_there_in_time_has_the_limit(few: Path, processes: Any) -> No
         assert "not reached: not tested yet" in row["outcome"] and "not reached" in row["control"]
 
 
-@pytest.mark.slow
 @pytest.mark.multi
 def test_who_ends_without_the_accuracy_is_an_error(few: Path, processes: Any) -> None:
     flags = ["--accuracy", "2", "--samples", "480", "--only", "tutorial", "--data-dir", str(few)]

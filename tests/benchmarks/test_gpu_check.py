@@ -15,7 +15,6 @@ PROGRAM = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
 TASKS = PROGRAM.with_name("gpu_tasks.py")
 
 
-@pytest.mark.slow
 def test_a_machine_without_a_gpu_plays_one(tmp_path: Path, processes: Any) -> None:
     found = tmp_path / "gpu.json"
     only = ("doctor", "killed", "two-ranks", "branches", "synchronizations", "verify-resume")

@@ -15,7 +15,7 @@ from program_files import program_text
 from tandem.cluster import actions, chaos
 from tandem.cluster.engine import Cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 STEPS = "--steps 300 --log-every 5 --checkpoint-every 30 --eval-every 1000 --hang-timeout 60 --threads 1"
 MESSAGES = 1000
 

@@ -67,7 +67,6 @@ def broken(scenes: Scenes, calm: str) -> Cluster:
     return cluster
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_has_its_outcome(broken: Cluster, name: str) -> None:
     before = len(broken.events())
@@ -77,7 +76,6 @@ def test_a_fault_has_its_outcome(broken: Cluster, name: str) -> None:
     assert ("resumed" not in since) == (name in SAME_RANKS)
 
 
-@pytest.mark.slow
 def test_all_of_them_cost_no_bit(scenes: Scenes, calm: str, broken: Cluster) -> None:
     (scenes.tasks / "slowly").unlink()
     assert chaos.finish(broken) == calm

@@ -37,6 +37,7 @@ def at_full_pace(task: str) -> None:
     Path(task.partition(":")[0]).with_name("quick").touch()
 
 
+@pytest.mark.core
 def test_two_nodes_train_the_digits_and_show_metrics(cluster: TestedCluster) -> None:
     process = cluster.start("--nodes", "2", "--epochs", "2")
     seen: set[int] = set()
@@ -70,7 +71,6 @@ def test_four_nodes(cluster: TestedCluster, task: str) -> None:
     assert first and all(line.startswith("node-1") for line in first)
 
 
-@pytest.mark.slow
 def test_a_replica_that_fails_with_7_makes_7(cluster: TestedCluster, task: str) -> None:
     code, output = cluster.up("--nodes", "2", "--task", task, "--args", "--task.rank 1 --task.code 7")
     assert code == 7, output
@@ -93,7 +93,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
 def test_a_plain_ddp_script_goes_on_from_its_own_file_after_a_node_is_killed(
     cluster: TestedCluster, folder: Path
 ) -> None:
@@ -140,7 +139,6 @@ def test_a_scripts_own_code_is_the_clusters(cluster: TestedCluster, folder: Path
     assert code == 7 and "ended with 7 (" in output, output
 
 
-@pytest.mark.slow
 def test_an_interrupt_saves_and_the_next_up_goes_on(cluster: TestedCluster, task: str) -> None:
     flags = ("--nodes", "2", "--task", task, "--epochs", "40", "--args", SLOWLY)
     process = cluster.start(*flags)
@@ -158,7 +156,6 @@ def test_an_interrupt_saves_and_the_next_up_goes_on(cluster: TestedCluster, task
     assert summary["resumed_from_step"] == stopped["global_step"]
 
 
-@pytest.mark.slow
 def test_scale_goes_on_with_another_number_of_nodes(cluster: TestedCluster, task: str) -> None:
     flags = ("--nodes", "1", "--task", task, "--epochs", "40", "--args", SLOWLY)
     process = cluster.start(*flags)
@@ -182,7 +179,6 @@ def test_fewer_nodes_than_before_are_the_first_ones(cluster: TestedCluster, task
     assert [node.index for node in cluster.engine().nodes()] == [0]
 
 
-@pytest.mark.slow
 def test_down_leaves_nothing_but_the_volumes_and_a_run_comes_out_of_them(
     cluster: TestedCluster, task: str, tmp_path: Path
 ) -> None:
@@ -286,7 +282,6 @@ def test_a_disk_that_is_nearly_full(cluster: TestedCluster, monkeypatch: pytest.
         preflight.check_room_for_a_build(1_500_000_000)
 
 
-@pytest.mark.slow
 def test_netem_or_a_refusal(cluster: TestedCluster) -> None:
     from tandem.cluster.network import has_netem
 

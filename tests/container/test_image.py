@@ -25,6 +25,7 @@ def inspect(image: str) -> dict[str, Any]:
     return dict(described[0])
 
 
+@pytest.mark.core
 def test_what_the_image_declares(image: str) -> None:
     described = inspect(image)
     config = described["Config"]
@@ -53,6 +54,7 @@ def test_doctor_names_the_libraries_without_any_right(image: str) -> None:
     assert "/checkpoints/run: writable" in lines["run dir"] and "/data: writable" in lines["data"]
 
 
+@pytest.mark.core
 def test_it_trains_with_a_read_only_root(image: str) -> None:
     name = f"tandem-test-{uuid.uuid4().hex[:8]}"
     train = ["launch", "--steps", "5", "--metrics-linger", "0"]
@@ -70,7 +72,6 @@ def test_nccl_finds_the_verbs(image: str) -> None:
     docker("run", "--rm", "--entrypoint", "python3", image, "-c", code)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1000)
 def test_it_compiles_a_model(image: str) -> None:
     """There was no compiler."""
@@ -97,7 +98,6 @@ def test_a_node_without_a_heartbeat_is_not_healthy(image: str) -> None:
     assert ended.returncode == 1 and "no heartbeat" in ended.stdout
 
 
-@pytest.mark.slow
 def test_a_change_of_the_source_keeps_every_heavy_layer(image: str, tmp_path: Path) -> None:
     """The packages' layers are shared with the image that is there; only tandem's own is new."""
     named = re.findall(r"^!(\S+\.\w+|LICENSE)$", (ROOT / ".dockerignore").read_text(), re.M)

@@ -112,7 +112,6 @@ class Watched:
         self.until(lambda: not self.firing(name), f"{name} resolved")
 
 
-@pytest.mark.slow
 def test_alerts_fire_in_the_cluster_and_resolve(
     cluster: TestedCluster,
     tmp_path: Path,

@@ -15,7 +15,6 @@ def bench(runs: Runs, *words: str) -> tuple[int, str]:
     return runs.processes.run(command, limit=250, cwd=runs.folder, env=runs.environment)
 
 
-@pytest.mark.slow
 def test_it_runs_what_can_run_here_and_says_what_cannot(runs: Runs) -> None:
     code, output = bench(runs, "--compare", "dp,single,ddp", "--output", "found.json")
     assert code == 0, output

@@ -9,6 +9,7 @@ from trial_rows import TRIALS, rows
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
 
+@pytest.mark.core
 def test_damage_is_never_silent(processes: Any, tmp_path: Path) -> None:
     found = rows(processes, tmp_path, "rot", 20 * TRIALS)
     assert set(found) == {"flipped bits", "zeroed pages", "truncations"}

@@ -15,6 +15,7 @@ SLOW = 0.02  # seconds per step, so that a fault hits the middle
 TASK = program_text("block_runs_task")
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("mixed", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_a_killed_and_stopped_run_ends_with_equal_bits(runs: Runs, mixed: str) -> None:
     (runs.folder / "small.py").write_text(TASK)

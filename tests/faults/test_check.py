@@ -63,7 +63,6 @@ def test_a_sound_task_and_one_with_a_part_that_cannot_be_pickled(tasks: Path) ->
     assert f"{place}: the training set, a TensorRows, cannot be pickled" in note
 
 
-@pytest.mark.slow
 def test_data_that_differ_between_ranks_are_named_by_line(tasks: Path, tmp_path: Path) -> None:
     # More than a pipe holds: the ranks wait for each other, and nobody may wait for one of them alone.
     tasks.write_text(f"{MISTAKES}\nprint('.' * 200_000)\n")

@@ -14,7 +14,6 @@ FLAGS = ("--nproc", 2, "--device", "cpu", "--threads", 1, "--checkpoint-every", 
 POWERSGD = ("--gradient-compression", "powersgd:2")
 
 
-@pytest.mark.slow
 def test_powersgd_killed_and_resumed_has_the_bits_of_a_calm_run(runs: Runs) -> None:
     """One rank is killed, then all of them; the errors fed back are each rank's own, from the checkpoint."""
     calm = runs.finish("launch", "calm", *FLAGS, *POWERSGD, "--steps", 60)

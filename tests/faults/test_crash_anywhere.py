@@ -16,7 +16,6 @@ def _traceable(require: Any) -> None:
     require("ptrace", can_trace(), "this machine does not let a process trace its child")
 
 
-@pytest.mark.slow
 def test_a_killed_writer_loses_and_mixes_nothing(processes: Any, tmp_path: Path) -> None:
     found = rows(processes, tmp_path, "crash", 1)
     ours = {name: row for name, row in found.items() if not name.startswith("control")}

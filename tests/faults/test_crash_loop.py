@@ -11,7 +11,6 @@ LIMIT = 250.0  # two nodes import torch in half a minute, on a busy machine in t
 CRASHING = program_text("crash_loop_crashing")
 
 
-@pytest.mark.slow
 def test_a_segmentation_fault_at_the_first_step_is_not_retried_for_ever(runs: Runs) -> None:
     (runs.folder / "crashing.py").write_text(CRASHING)
     flags = ("--task", "crashing.py:Crashing", "--steps", 50, "--max-restarts", 0, "--max-crash-loops", 1)

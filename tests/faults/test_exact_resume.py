@@ -39,7 +39,6 @@ def kills(processes: Any, folder: Path, world_size: int, device: str) -> tuple[d
     return dict(json.loads(rows.read_text())["rows"][0]), output
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_kills_at_random_steps_change_no_bit(processes: Any, tmp_path: Path, world_size: int) -> None:
     row, output = kills(processes, tmp_path, world_size, "cpu")
@@ -58,7 +57,6 @@ TELLTALE = program_text("exact_resume_telltale")
 BATCH = 20
 
 
-@pytest.mark.slow
 def test_another_world_size_keeps_batch_order_and_every_sample(runs: Runs) -> None:
     (runs.folder / "small.py").write_text(TELLTALE)
 

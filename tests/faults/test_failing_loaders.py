@@ -57,7 +57,6 @@ def test_an_error_is_final_although_the_ranks_that_lost_it_end_first(loaded: Run
     assert code == 1 and "a mistake of the task" in said and "restarting all ranks" not in said, said
 
 
-@pytest.mark.slow
 def test_an_error_ends_a_loop_of_ones_own_with_loader_processes(loaded: Runs) -> None:
     code, said = launch(loaded, "--workers", 1, "loop.py", 100, -1)
     assert code == 1 and "/data/100.jpg" in said, said
@@ -68,7 +67,7 @@ def test_an_error_ends_a_loop_of_ones_own_with_loader_processes(loaded: Runs) ->
     [
         ("--nproc", 2, *LOADERS, "--task.killed", 100, "--task", "loaded.py:Loaded"),
         pytest.param(("--workers", 1, "loop.py", -1, 100), marks=pytest.mark.soak),
-        pytest.param(("--nproc", 2, "script.py"), marks=pytest.mark.slow),
+        ("--nproc", 2, "script.py"),
     ],
     ids=["task", "loop", "script"],
 )
@@ -79,7 +78,6 @@ def test_a_killed_loader_process_is_a_killed_rank(loaded: Runs, words: tuple[obj
     assert "SIGKILL" in said
 
 
-@pytest.mark.slow
 def test_a_loader_process_may_be_killed_at_any_moment(loaded: Runs) -> None:
     """From outside, while it waits, while its rank computes: TANDEM_TRIALS times."""
     trials = int(os.environ.get("TANDEM_TRIALS", "3"))
@@ -103,7 +101,6 @@ def _loaders(process: Any) -> list[int]:
     return [pid for pid, name in of_launch(process.pid).items() if name == "pt_data_worker"]
 
 
-@pytest.mark.slow
 def test_loader_processes_end_with_a_lone_rank_that_is_killed(loaded: Runs) -> None:
     flags = ("--workers", 2, "--batch-size", 24, "--steps", 10_000_000)
     command = [sys.executable, "-m", "tandem", "train", "--metrics", "0", "--metrics-linger", "0"]

@@ -175,7 +175,6 @@ def test_a_stop_on_a_full_volume_starts_the_ranks_once_more_at_most(
     assert "No space left on device" in output.splitlines()[-1], output
 
 
-@pytest.mark.slow
 def test_a_run_outlives_a_full_volume(runs: Runs, full_for_a_while: Callable[..., str]) -> None:
     flags = ("--steps", 50, "--checkpoint-every", 5, "--threads", 1)
     train = runs.command("train", "volume/run", *flags, delay=0.2)

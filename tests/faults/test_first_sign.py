@@ -37,7 +37,6 @@ def said_until(process: Any, line: str) -> str:
     raise AssertionError(f"no {line!r} in {said}")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", [("--nodes", 2)])
 def test_a_slow_start_says_what_it_is_at(layout: tuple[object, ...], runs: Runs) -> None:
     """Six seconds and more without a word before the live page, and again before the first step."""

@@ -59,7 +59,6 @@ def test_the_others_hear_a_stop_at_once(runs: Runs, silent: Silent) -> None:
     assert "SIGTERM came before training started; nothing to save" in output
 
 
-@pytest.mark.slow
 def test_the_others_go_round_again_and_train_with_the_node_that_comes_in_its_place(
     runs: Runs, silent: Silent
 ) -> None:

@@ -25,6 +25,7 @@ def named(runs: Runs, run: str) -> dict[str, Any]:
     return event
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_a_stopped_rank_is_named(runs: Runs, rank: int) -> None:
     undisturbed = runs.undisturbed("--steps", 200)
@@ -52,7 +53,6 @@ def test_a_stopped_rank_is_named(runs: Runs, rank: int) -> None:
         assert "all_reduce" in (other / f"flight-rank-{1 - rank}.json").read_text()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", [pytest.param("sleep", marks=pytest.mark.soak), "skip"])
 def test_a_rank_that_leaves_the_others_waiting_is_named(runs: Runs, how: str) -> None:
     (runs.folder / "leaving.py").write_text(LEAVING)
@@ -68,7 +68,6 @@ def test_a_rank_that_leaves_the_others_waiting_is_named(runs: Runs, how: str) ->
 PATIENT = program_text("hangs_patient")
 
 
-@pytest.mark.slow
 def test_a_slow_first_step_and_a_long_evaluation_are_no_hangs(runs: Runs) -> None:
     (runs.folder / "patient.py").write_text(PATIENT)
     flags = ("--task", "patient.py:Patient", "--steps", 20, "--eval-every", 10, "--hang-timeout", 1)
@@ -111,7 +110,6 @@ def link(require: Callable[..., None]) -> Iterator[Link]:
     cable.close()
 
 
-@pytest.mark.slow
 def test_a_broken_cable_is_named_and_the_run_goes_on_when_it_is_mended(runs: Runs, link: Link) -> None:
     undisturbed = runs.undisturbed("--steps", 200)
     runs.environment |= {"GLOO_SOCKET_IFNAME": "cable", "TANDEM_JOB_SECRET": "a secret of this job"}

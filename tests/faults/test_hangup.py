@@ -112,7 +112,6 @@ def test_a_reader_that_goes_ends_no_run(runs: Runs, chatty: tuple[object, ...], 
     assert runs.summary("unread")["state"] == "finished"
 
 
-@pytest.mark.slow
 def test_closing_the_terminal_stops_a_script(runs: Runs) -> None:
     """Its words stay in its log, and printing to a terminal that is gone is no error of it."""
     (runs.folder / "script.py").write_text(SCRIPT)
@@ -160,7 +159,6 @@ def test_a_second_interrupt_ends_a_run_with_a_frozen_agent(runs: Runs) -> None:
     runs.until(lambda: not rank_processes(process.pid), "end of all ranks")
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left")
 def test_a_stop_ends_a_run_with_a_frozen_agent_and_saves(runs: Runs) -> None:
     """The agent hears nothing, its rank stops with the others; the launcher does not wait for ever."""
@@ -175,7 +173,6 @@ def test_a_stop_ends_a_run_with_a_frozen_agent_and_saves(runs: Runs) -> None:
     runs.until(lambda: not rank_processes(process.pid), "end of all ranks")
 
 
-@pytest.mark.slow
 def test_nodes_cut_off_from_their_launcher_save_and_are_waited_for(runs: Runs) -> None:
     """The kernel took the process that they were forked from: they were orphans that still wrote, unsaid."""
     process = runs.start("launch", "cut-off", "--nodes", 2, *LONG, delay=0.01)

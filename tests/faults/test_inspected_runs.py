@@ -136,7 +136,6 @@ def test_a_script_is_profiled_and_its_weights_are_those_of_a_calm_run(runs: Runs
     assert (runs.folder / "run.pt").read_bytes() == (runs.folder / "calm.pt").read_bytes()
 
 
-@pytest.mark.slow
 def test_a_custom_loop_is_profiled(runs: Runs) -> None:
     text = program_text("own_loops_small").replace("    seen += 1\n", "    seen += 1\n    time.sleep(0.05)\n")
     (runs.folder / "loop.py").write_text("import time\n" + text.replace("epochs=3", "epochs=12"))

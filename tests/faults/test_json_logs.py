@@ -12,7 +12,6 @@ from patience import patient
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
 
-@pytest.mark.slow
 def test_a_lost_master_leaves_json_lines(runs: Runs, free_port: int) -> None:
     flags = ("--nodes", 2, "--master", f"127.0.0.101:{free_port}", "--steps", 100_000, "--log-format", "json")
     node_0, node_1 = (

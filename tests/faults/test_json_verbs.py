@@ -27,21 +27,18 @@ def run(runs: Runs, *words: str) -> tuple[int, Any, str]:
     return done.returncode, json.loads(line), done.stderr
 
 
-@pytest.mark.slow
 def test_check(runs: Runs) -> None:
     code, found, said = run(runs, "check")
     assert (code, found["sound"], found["task"]) == (0, True, "small.py:Small"), said
     assert {each["level"] for each in found["findings"]} <= {"ok", "note"} and "1 of 4" in said
 
 
-@pytest.mark.slow
 def test_verify_resume(runs: Runs) -> None:
     code, found, said = run(runs, "verify-resume", "--trials", "1", "--nproc", "1", "--task.delay", "0.01")
     assert (code, found["exact"], len(found["trials"])) == (0, True, 1), said
     assert found["trials"][0]["kills"] and found["ranks"] == 1 and "verdict: exact" in said
 
 
-@pytest.mark.slow
 def test_bench(runs: Runs) -> None:
     code, found, said = run(runs, "bench", "--compare", "single", "--rounds", "1", "--steps", "25")
     assert (code, found["reference"]) == (0, "single") and "round 1 of 1" in said

@@ -87,7 +87,6 @@ def test_a_launch_on_one_machine_listens_on_loopback_alone(runs: Runs, flags: tu
     assert code == 143, output
 
 
-@pytest.mark.slow
 def test_ranks_of_a_script_listen_on_loopback_alone(runs: Runs) -> None:
     (runs.folder / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "tandem", "launch", "--nodes", "2", "--metrics", "0", "script.py"]

@@ -67,7 +67,6 @@ def test_the_first_signal_of_a_lone_process_is_answered_with_a_line(runs: Runs) 
     assert summary["last_checkpoint_step"] == summary["global_step"]
 
 
-@pytest.mark.slow
 def test_a_second_interrupt_ends_a_lone_process_that_waits_in_c(runs: Runs, tmp_path: Path) -> None:
     write(runs, stuck=STUCK)
     temporary = tmp_path / "tmp"
@@ -112,7 +111,6 @@ def test_a_stop_of_a_lone_process_before_its_first_step_ends_it(runs: Runs) -> N
     assert "Traceback" not in output
 
 
-@pytest.mark.slow
 def test_ranks_under_torchrun_say_it_once_and_end_at_a_second_interrupt(runs: Runs) -> None:
     """torchrun hands on the first Ctrl-C, and SIGTERM at the second: its ranks have sessions of their own."""
     write(runs, stuck=STUCK)

@@ -18,7 +18,6 @@ SAID = re.compile(
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_killed_rank_is_named_with_what_it_cost(nodes: int, runs: Runs) -> None:
     layout = ("--nproc", 2) if nodes == 1 else ("--nodes", 2)

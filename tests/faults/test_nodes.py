@@ -13,7 +13,7 @@ from small_runs import Runs
 
 from patience import patient
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 SLOW = 0.02  # seconds per step, so that a fault hits the middle
 

@@ -56,7 +56,7 @@ def launch(runs: Runs, *flags: object) -> tuple[int, str]:
     return int(code), str(output)
 
 
-@pytest.mark.slow
+@pytest.mark.core
 def test_skip_leaves_no_trace_of_the_step(spoiled: Runs) -> None:
     code, output = launch(spoiled, "--on-nonfinite", "skip", "--optimizer", "adamw")
     assert code == 0, output

@@ -28,7 +28,6 @@ def test_tensorboard_and_profile_are_written(runs: Runs) -> None:
     assert (runs.folder / "seen" / "profile" / "rank-0.json").stat().st_size > 1000
 
 
-@pytest.mark.slow
 def test_a_run_again_from_its_config_json_has_the_same_bits(runs: Runs) -> None:
     first = runs.finish("launch", "first", "--nodes", 2, "--steps", 12, "--lr", 0.05, "--seed", 3)
     launch = [sys.executable, "-m", "tandem", "launch", "--config", "first/config.json"]

@@ -63,7 +63,6 @@ def test_a_second_launch_gets_2_and_one_line_and_changes_nothing(runs: Runs, sec
     assert not (runs.folder / "one" / "owner").exists()
 
 
-@pytest.mark.slow
 def test_a_killed_launch_is_taken_over_at_once(runs: Runs) -> None:
     undisturbed = runs.undisturbed("--steps", 200)
     first = runs.start("launch", "killed", *EVERY, "--nproc", 2, delay=SLOW)
@@ -78,7 +77,6 @@ def test_a_killed_launch_is_taken_over_at_once(runs: Runs) -> None:
     assert runs.summary("killed")["restarts"] == 1
 
 
-@pytest.mark.slow
 def test_a_frozen_launch_that_comes_back_ends_with_2_and_publishes_nothing(runs: Runs) -> None:
     undisturbed = runs.undisturbed("--steps", 200)
     first = runs.start("launch", "frozen", *EVERY, "--nproc", 2, delay=SLOW)

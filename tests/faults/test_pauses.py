@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from small_runs import Runs
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+pytestmark = pytest.mark.timeout(400)
 
 PAUSE_SECONDS = 13.0  # longer than a stopped rank has, with --hang-timeout auto
 STEPS = 600

@@ -48,7 +48,6 @@ def attack(port: int, file: Path, seconds_between: float, over: threading.Event)
         store = None
 
 
-@pytest.mark.slow
 def test_pickles_and_junk_in_the_store_run_nothing_and_change_nothing(runs: Runs, free_port: int) -> None:
     undisturbed = runs.undisturbed("--steps", 200)
     file, over = runs.folder / "was-here", threading.Event()

@@ -22,7 +22,6 @@ def _traceable(require: Any) -> None:
     require("ptrace", can_trace(), "this machine does not let a process trace its child")
 
 
-@pytest.mark.slow
 def test_the_last_acknowledged_step_loads(processes: Any, tmp_path: Path) -> None:
     found = rows(processes, tmp_path, "power", TRIALS)
     ours = {name: row for name, row in found.items() if not name.startswith("control")}

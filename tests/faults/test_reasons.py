@@ -57,7 +57,6 @@ def test_a_mistake_in_one_nodes_settings_ends_the_others(runs: Runs, free_port: 
     assert "node 1" in said and "--epoks" in said, ended
 
 
-@pytest.mark.slow
 def test_a_mistake_in_node_zeros_settings_ends_the_other(runs: Runs, free_port: int) -> None:
     own = ("--nodes", 2, "--master", f"127.0.0.1:{free_port}", "--steps", 5)
     nodes = [
@@ -69,7 +68,6 @@ def test_a_mistake_in_node_zeros_settings_ends_the_other(runs: Runs, free_port: 
     assert "another node ended the job with code 2: --epochs: invalid value 'x'" in ended[1][1], ended
 
 
-@pytest.mark.slow
 def test_a_poisoned_verdict_of_0_does_not_end_a_job_that_is_not_done(runs: Runs, free_port: int) -> None:
     """As somebody on the network could: a verdict in the store, and a rank that dies."""
     undisturbed = runs.undisturbed("--steps", 200)

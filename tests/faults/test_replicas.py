@@ -6,7 +6,7 @@ from small_runs import TASK, Runs
 from tandem.checkpoint.store import CheckpointStore
 from tandem.data.sampler import GlobalOrder
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 CORRUPT = TASK.replace(
     "        out = model(x)",

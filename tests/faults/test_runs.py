@@ -18,7 +18,6 @@ EVERY = ("--checkpoint-every", "20", "--steps", "200")
 SLOW = 0.02  # seconds per step, so that a fault hits the middle
 
 
-@pytest.mark.slow
 def test_every_launcher_ends_with_the_same_weights(runs: Runs) -> None:
     launched = runs.finish("launch", "launched", "--nodes", 2, "--steps", 60)
     other = runs.finish("torchrun", "other", "--steps", 60, "--threads", 1)
@@ -29,6 +28,7 @@ def test_every_launcher_ends_with_the_same_weights(runs: Runs) -> None:
         assert launched["weights_sha256"] == other["weights_sha256"]
 
 
+@pytest.mark.core
 def test_a_killed_rank_costs_one_restart_and_no_bit(runs: Runs) -> None:
     undisturbed = runs.undisturbed("--steps", 200)
     process = runs.start("launch", "killed", "--nodes", 2, *EVERY, delay=SLOW)
@@ -43,6 +43,7 @@ def test_a_killed_rank_costs_one_restart_and_no_bit(runs: Runs) -> None:
     assert "Traceback" not in output
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("target", ["launcher", pytest.param("every process", marks=pytest.mark.soak)])
 def test_a_stop_signal_saves_once_and_the_next_start_goes_on(runs: Runs, target: str) -> None:
     undisturbed = runs.undisturbed("--steps", 200)
@@ -82,7 +83,6 @@ def test_a_stop_before_training_says_that_nothing_was_saved(runs: Runs, free_por
 SLOW_START = program_text("runs_slow_start")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("there", ["nothing", pytest.param("a checkpoint", marks=pytest.mark.soak)])
 def test_a_stop_before_the_first_step_ends_the_ranks(runs: Runs, there: str) -> None:
     """They hear a stop at a step: they were killed after --shutdown-timeout, which is no matter here."""
@@ -120,7 +120,6 @@ def test_a_stop_before_the_first_step_ends_the_ranks(runs: Runs, there: str) -> 
 STUCK = program_text("runs_stuck")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rank", ["stuck", pytest.param("stopped", marks=pytest.mark.soak)])
 def test_nothing_outlives_a_killed_agent(runs: Runs, rank: str) -> None:
     (runs.folder / "stuck.py").write_text(STUCK)
@@ -136,7 +135,6 @@ def test_nothing_outlives_a_killed_agent(runs: Runs, rank: str) -> None:
     runs.until(lambda: not of_launch(process.pid), "end of all processes", limit=30)
 
 
-@pytest.mark.slow
 def test_a_complete_run_says_so_and_goes_on_with_more_steps(runs: Runs) -> None:
     first = runs.finish("launch", "again", "--nodes", 2, "--steps", 40)
     code, output = runs.processes.wait(runs.start("launch", "again", "--nodes", 2, "--steps", 40))

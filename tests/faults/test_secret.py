@@ -63,7 +63,6 @@ class Job:
         return [code for code, _ in ended], "\n".join(output for _, output in ended)
 
 
-@pytest.mark.slow
 def test_nodes_with_the_secret_recover_and_an_enemy_changes_nothing(
     runs: Runs, network: Sequence[Machine]
 ) -> None:
@@ -97,7 +96,6 @@ def test_nodes_with_the_secret_recover_and_an_enemy_changes_nothing(
     assert SECRET not in output
 
 
-@pytest.mark.slow
 def test_who_has_another_secret_or_none_is_told_so_and_the_others_train_on(
     runs: Runs, network: Sequence[Machine]
 ) -> None:

@@ -13,7 +13,7 @@ from small_runs import Runs, rank_processes
 from patience import patient
 from tree import of_launch
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 SLOW = 0.02  # seconds per step, so that a fault hits the middle
 FLAGS = ("--steps", 300, "--threads", 1, "--log-every", 1, "--checkpoint-every", 1000)
@@ -142,6 +142,7 @@ def test_a_stop_of_the_job_ends_the_spare_too_and_a_stop_of_the_spare_ends_nothi
     assert not runs.events("stopped", "node_replaced")
 
 
+@pytest.mark.core
 def test_simulated_nodes_have_a_spare(runs: Runs) -> None:
     """One launch starts all, and a killed node comes back as the spare."""
     undisturbed = runs.undisturbed(*FLAGS)

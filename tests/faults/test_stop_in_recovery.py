@@ -40,7 +40,6 @@ def test_it_saves_what_no_checkpoint_has(runs: Runs, layout: tuple[Any, ...], nu
     assert newest is not None and newest > 15
 
 
-@pytest.mark.slow
 def test_without_a_restart_left_it_is_a_stop_without_a_checkpoint(runs: Runs) -> None:
     """137, as of every stop that has saved nothing; 200 would say that peers were lost."""
     process = runs.start("launch", "run", "--nproc", 2, *FLAGS, "--max-restarts", 0, delay=0.02)

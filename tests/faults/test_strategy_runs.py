@@ -21,7 +21,6 @@ def _has_fsdp() -> None:
 FLAGS = ("--nproc", 2, "--device", "cpu", "--threads", 1, "--checkpoint-every", 10, "--log-every", 15)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_fsdp_killed_and_resumed_has_the_bits_of_a_calm_run(runs: Runs, nodes: int) -> None:
     calm = runs.finish("launch", "calm", *FLAGS, "--strategy", "fsdp", "--steps", 60)
@@ -43,7 +42,6 @@ def test_fsdp_killed_and_resumed_has_the_bits_of_a_calm_run(runs: Runs, nodes: i
     assert broken_lines == calm_lines and any(calm_lines)
 
 
-@pytest.mark.slow
 def test_a_run_changes_its_strategy_and_goes_on(runs: Runs) -> None:
     said = ""
     for last, name in ((20, "fsdp"), (30, "ddp"), (40, "fsdp")):
@@ -59,7 +57,6 @@ def test_a_run_changes_its_strategy_and_goes_on(runs: Runs) -> None:
     assert said.count("strategy was ddp and is fsdp now") == 1, said
 
 
-@pytest.mark.slow
 def test_verbs_read_a_sharded_checkpoint(runs: Runs) -> None:
     summary = runs.finish("launch", "run", *FLAGS, "--strategy", "fsdp", "--steps", 20)
     assert len([*(runs.folder / "run/checkpoints/step-000000020").glob("shard-*-of-00002.bin")]) == 2

@@ -16,7 +16,6 @@ SLOW = 0.02  # seconds per step, so that a fault hits the middle
 TASK = program_text("streams_task")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("plain", ["false", pytest.param("true", marks=pytest.mark.soak)])
 def test_killed_and_stopped_in_a_stream_is_continued_with_equal_bits(runs: Runs, plain: str) -> None:
     (runs.folder / "small.py").write_text(TASK)

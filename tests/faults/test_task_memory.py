@@ -42,7 +42,6 @@ def same(mine: list[Any], theirs: list[Any]) -> bool:
     return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
 
-@pytest.mark.slow
 def test_a_kill_at_any_place_changes_no_bit_of_it(remembers: Runs) -> None:
     flags = (*FLAGS, "--eval-every", 20, "--checkpoint-every", 20)
     calm = remembers.finish("train", "calm", *flags)

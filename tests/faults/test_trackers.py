@@ -17,7 +17,7 @@ from small_runs import Runs, rank_processes
 
 from patience import patient
 
-pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 HERE = Path(__file__).parent
 
 

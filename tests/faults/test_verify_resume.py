@@ -42,7 +42,6 @@ def test_a_sound_task_passes(runs: Runs) -> None:
     assert not (runs.folder / "unused").exists(), "everything happens elsewhere"
 
 
-@pytest.mark.slow
 def test_a_generator_of_ones_own_is_found(runs: Runs) -> None:
     (runs.folder / "small.py").write_text(OWN_GENERATOR)
     code, output = verify(runs, 1)

@@ -96,7 +96,6 @@ def test_it_is_what_kustomize_renders(
     is_as_kustomize_renders(template, kind, parts)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", chart.KINDS)
 def test_so_is_every_set_of_components(template: Callable[..., list[Document]], kind: str) -> None:
     for parts in sets():

@@ -94,6 +94,7 @@ def test_pods_that_are_still_ending_stop_an_apply(make: Make, api: Callable[...,
     one_line(make("k8s-apply", kubeconfig=server.kubeconfig), "still ending", "kubectl wait --for=delete")
 
 
+@pytest.mark.core
 def test_apply_then_delete_keeps_the_volume(make: Make, api: Callable[..., ApiServer]) -> None:
     server = api()
     code, output = make("k8s-apply", "OVERLAY=cpu", kubeconfig=server.kubeconfig)

@@ -44,6 +44,7 @@ def warnings(pod: Pod) -> list[str]:
     return others + [line for line in news if json.loads(line)["level"] != "info"]
 
 
+@pytest.mark.core
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "shape",
@@ -93,7 +94,6 @@ PLAIN = ("    optimizer.zero_grad()", "    time.sleep(0.02)\n        optimizer.z
 OWN_LOOP = ("    loss_c =", "    time.sleep(0.1)\n    loss_c =")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("kind", ["plain", pytest.param("own loop", marks=pytest.mark.soak)])
 def test_a_script_goes_on_when_a_pod_is_killed(cluster: Callable[[], Cluster], kind: str) -> None:
@@ -120,7 +120,6 @@ def test_a_script_goes_on_when_a_pod_is_killed(cluster: Callable[[], Cluster], k
         assert summary["platform"] == "kubeflow-v1" and summary["restarts"] >= 1
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_draining_the_master_leaves_a_checkpoint_and_143_and_the_job_goes_on(
     cluster: Callable[[], Cluster],
@@ -147,7 +146,6 @@ def test_draining_the_master_leaves_a_checkpoint_and_143_and_the_job_goes_on(
     assert [code for name, code in run.controller.codes if name == "tandem-master-0"] == [143, 0]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_pod_waits_for_its_master_and_gives_up_with_a_code_that_is_retried(
     cluster: Callable[[], Cluster],

@@ -9,7 +9,7 @@ from small_jobs import RUN_SECONDS, Run
 
 from program_files import program_text
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 BUG = program_text("endings_bug")
 REASON = "rank 1 on node 1: KeyError: 'no such column'"
 LINGER = {"TANDEM_METRICS_LINGER": "20", "TANDEM_TASK__DELAY": "0.05", "TANDEM_STEPS": "60"}

@@ -14,6 +14,8 @@ from tandem_k8s.security import restricted
 from tandem_k8s.validate import problems, problems_of
 from tandem_k8s.values import WORDS
 
+pytestmark = pytest.mark.core
+
 
 @cache
 def _rendered(name: str) -> list[Document]:

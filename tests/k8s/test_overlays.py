@@ -208,7 +208,6 @@ def test_every_pair_of_components_works_for_every_kind(kind: str) -> None:
         check_set(kind, chosen)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_every_set_of_components_works_for_every_kind(kind: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from prometheus import ROOT, RULES, TASK, Prometheus, fetch, pid_of_rank, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.monitoring, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.monitoring, pytest.mark.timeout(400)]
 LIMIT = 120.0
 
 

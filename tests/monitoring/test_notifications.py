@@ -16,7 +16,7 @@ import pytest
 
 from prometheus import ROOT, RULES, TASK, Prometheus, fetch, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.monitoring, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.monitoring, pytest.mark.timeout(400)]
 FAILED, STOPPED = "failed", "stopped"
 
 

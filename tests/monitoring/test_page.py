@@ -76,6 +76,7 @@ def test_the_last_state_stays_when_nobody_answers(browser: Browser, hostile: Met
     assert browser.run("document.querySelectorAll('#ranks tbody tr').length") == 64
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("ending", "said"),
     [
@@ -137,7 +138,6 @@ def test_a_page_hears_of_the_end_though_the_server_goes_at_once(browser: Browser
     assert browser.complaints == []
 
 
-@pytest.mark.slow
 def test_a_slowed_run_is_shown_with_its_straggler_and_reported(
     browser: Browser, tmp_path: Path, processes: Any, keep: Any
 ) -> None:
@@ -191,7 +191,6 @@ def test_a_slowed_run_is_shown_with_its_straggler_and_reported(
     keep("report-phone.png")
 
 
-@pytest.mark.slow
 def test_a_run_that_fails_is_shown_with_its_reason_and_its_log(
     browser: Browser, tmp_path: Path, processes: Any, keep: Any
 ) -> None:

@@ -19,7 +19,7 @@ from prometheus import DASHBOARD, RULES, TASK, Prometheus, fetch, pid_of_rank, u
 from tandem.telemetry.meter import ACTIVITIES, PHASES
 from tandem.telemetry.metrics import FAMILIES, wire_names
 
-pytestmark = [pytest.mark.monitoring, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.core, pytest.mark.monitoring, pytest.mark.timeout(300)]
 STEPS = 400
 NO_SAMPLE_HERE = {
     "tandem_loss_scale": "fp16 only",

@@ -14,7 +14,7 @@ import yaml
 from patience import patient
 from prometheus import DASHBOARD, ROOT, RULES
 
-pytestmark = pytest.mark.monitoring
+pytestmark = [pytest.mark.core, pytest.mark.monitoring]
 FOLDER = ROOT / "monitoring"
 RULE_LIST = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
 ALERTS = {rule["alert"]: rule for rule in RULE_LIST if "alert" in rule}

@@ -63,7 +63,6 @@ def test_launch_trains_in_an_allocation_without_srun(processes: Any, tmp_path: P
         assert "SLURM" not in output, output
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_check_and_verify_resume_run_in_an_allocation(processes: Any, tmp_path: Path) -> None:
     """Also in one of several nodes, whose other nodes they do not need; a rank of several is refused."""

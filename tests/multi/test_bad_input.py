@@ -192,7 +192,6 @@ def test_half_of_a_distributed_environment_exits_2(
     assert "by-hand" not in line and ("; set it or give --" in line or "type `unset " in line), line
 
 
-@pytest.mark.slow
 def test_a_master_that_does_not_resolve_is_named_while_waiting_and_ends_200(run_tandem: Tandem) -> None:
     code, output = run_tandem(
         "launch", *BINARY, "--nodes", "2", "--node-rank", "1", "--master", "no-such-host.invalid:29500",
@@ -204,7 +203,6 @@ def test_a_master_that_does_not_resolve_is_named_while_waiting_and_ends_200(run_
     assert "no-such-host.invalid:29500" in the_error(output)
 
 
-@pytest.mark.slow
 def test_a_checkpoint_of_another_model_exits_2_and_is_left_alone(run_tandem: Tandem, tmp_path: Path) -> None:
     arguments = (
         "launch", "--task", "wide.py:Wide", "--batch-size", "20", "--device", "cpu", "--metrics", "0",
@@ -225,7 +223,6 @@ def test_a_checkpoint_of_another_model_exits_2_and_is_left_alone(run_tandem: Tan
     assert contents(tmp_path / "run" / "checkpoints") == saved
 
 
-@pytest.mark.slow
 def test_settings_that_a_resume_must_keep_exit_2_with_both_values(run_tandem: Tandem, tmp_path: Path) -> None:
     code, output = run_tandem("launch", *BINARY, "--steps", "2", "--run-dir", "run")
     assert code == 0, output

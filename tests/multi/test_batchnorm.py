@@ -139,6 +139,7 @@ def oddities(group: ProcessGroup) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_statistics_and_gradients_are_those_of_one_process(size: int, free_port: int, tmp_path: Path) -> None:
     ranks = in_ranks(cases, size, free_port, tmp_path)

@@ -30,7 +30,6 @@ SETTINGS += ["--metrics", "0"]
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.slow
 def test_two_ranks_by_hand_train_as_two_of_the_launcher(
     processes: Any, tmp_path: Path, free_port: int
 ) -> None:

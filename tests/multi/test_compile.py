@@ -14,7 +14,6 @@ from program_files import program_text
 
 pytestmark = [
     pytest.mark.multi,
-    pytest.mark.slow,
     pytest.mark.timeout(400),
     pytest.mark.skipif(shutil.which("cc") is None, reason="torch.compile needs a C compiler"),
 ]

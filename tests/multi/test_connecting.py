@@ -110,7 +110,6 @@ def test_ranks_that_cannot_reach_each_other_all_end(port: int, tmp_path: Path) -
         assert "NCCL_SOCKET_IFNAME is not set" in text and "NCCL_DEBUG=INFO" in text
 
 
-@pytest.mark.slow
 def test_ranks_that_have_connected_outlive_the_limit(port: int, tmp_path: Path) -> None:
     context = torch.multiprocessing.get_context("fork")
     seconds = patient(5)

@@ -70,7 +70,6 @@ def test_nor_by_python_m(folder: Path, processes: Any) -> None:
     assert ran(folder) == ""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", [(), pytest.param(("--fresh-interpreter",), marks=pytest.mark.soak)], ids=["warm", "cold"]
 )

@@ -12,7 +12,7 @@ import pytest
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(600)]
 
 
-@pytest.mark.slow
+@pytest.mark.core
 def test_a_rank_is_killed_and_the_run_finishes(processes: Any, tmp_path: Path) -> None:
     environ = {**os.environ, "TANDEM_METRICS": "0"}
     code, said = processes.run([sys.executable, "-m", "tandem", "demo"], 500, cwd=tmp_path, env=environ)

@@ -60,6 +60,7 @@ def files(run: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in sorted(run.rglob("*")) if path.is_file()}
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("ranks", "place"), [(1, "run@20"), pytest.param(3, "run", marks=pytest.mark.soak)])
 def test_the_score_is_that_of_the_run_with_any_number_of_ranks(tandem: Run, ranks: int, place: str) -> None:
     run = folder_of(tandem) / "run"
@@ -155,7 +156,6 @@ def test_dcp_reads_what_it_is_given(tandem: Run, tmp_path: Path, capsys: pytest.
         cli.run("export", command, {})
 
 
-@pytest.mark.slow
 def test_onnx_computes_what_pytorch_does_for_any_batch(
     tandem: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,7 +177,6 @@ def test_onnx_computes_what_pytorch_does_for_any_batch(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.slow
 def test_a_model_of_transformers_is_loaded_as_any_other_of_theirs(
     tandem: Run, module_processes: Any, tmp_path: Path
 ) -> None:

@@ -94,7 +94,6 @@ def test_no_step_makes_the_host_wait_for_the_gpu(plain: tuple[list[Notes], str])
         assert sum(note.counts["pinned copy"].values()) >= 2 * STEPS
 
 
-@pytest.mark.slow
 def test_a_rank_that_sees_no_gpu_ends_all_with_one_line(ranks: Ranks, free_port: int) -> None:
     """One opened nccl and the other gloo, and both waited for half an hour, six times."""
     started = []
@@ -111,7 +110,6 @@ def test_a_rank_that_sees_no_gpu_ends_all_with_one_line(ranks: Ranks, free_port:
     assert "has a GPU and rank 1 on" in said[0][1] and "--device cpu" in said[0][1]
 
 
-@pytest.mark.slow
 def test_what_stands_by_has_opened_its_gpu(ranks: Ranks) -> None:
     (ranks.folder / "dies").touch()
     notes, output = ranks.run("standing", "--warm-gpu", "--hang-timeout", patient(60))
@@ -123,7 +121,6 @@ def test_what_stands_by_has_opened_its_gpu(ranks: Ranks) -> None:
         }
 
 
-@pytest.mark.slow
 def test_a_gpu_that_fails_is_given_a_new_process(ranks: Ranks) -> None:
     (ranks.folder / "fails").touch()
     notes, output = ranks.run("failing", "--deterministic")
@@ -132,7 +129,6 @@ def test_a_gpu_that_fails_is_given_a_new_process(ranks: Ranks) -> None:
     assert "(generation 2)" in output and "restarts: 1" in output
 
 
-@pytest.mark.slow
 def test_the_rank_whose_kernel_is_stuck_is_named(ranks: Ranks) -> None:
     """Its host waits for it a step later, where hosts wait for others too; named was who had gone further."""
     (ranks.folder / "sticks").touch()
@@ -144,7 +140,6 @@ def test_the_rank_whose_kernel_is_stuck_is_named(ranks: Ranks) -> None:
     assert "hang: rank 0" not in output and "restarts: 1" in output
 
 
-@pytest.mark.slow
 def test_gpus_that_are_gone_in_a_later_generation_are_waited_for_and_no_cpu_is_taken(ranks: Ranks) -> None:
     """--device auto went on on the CPU, and with fewer GPUs than ranks the job ended with 2."""
     (ranks.folder / "loses").touch()

@@ -49,7 +49,6 @@ def train(processes: Any, folder: Path, verb: str, run: str, *flags: object) -> 
     return int(code), str(output)
 
 
-@pytest.mark.slow
 def test_two_ranks_that_share_the_parameters_start_from_them(
     tmp_path: Path, processes: Any, weights: dict[str, torch.Tensor]
 ) -> None:
@@ -61,7 +60,6 @@ def test_two_ranks_that_share_the_parameters_start_from_them(
     assert weights_sha256(weights) in (tmp_path / "run" / "summary.json").read_text()
 
 
-@pytest.mark.slow
 def test_what_is_refused_is_one_line_and_2(
     tmp_path: Path, processes: Any, weights: dict[str, torch.Tensor]
 ) -> None:

@@ -91,7 +91,6 @@ def test_numpy_values_survive_a_kill_before_the_first_checkpoint(scripts: Script
     assert weights(scripts, "killed") == weights(scripts, "calm")
 
 
-@pytest.mark.slow
 def test_numpy_values_come_back_from_a_file_and_plain_torch_reads_it(scripts: Scripts) -> None:
     assert scripts.alone("numpy_loop.py", "calm", STEPS=40)[0] == 0
     assert scripts.alone("numpy_loop.py", "twice", STEPS=20)[0] == 0
@@ -114,7 +113,6 @@ def test_what_each_rank_has_of_its_own_survives_its_kill(scripts: Scripts) -> No
     assert "different on each rank" not in output
 
 
-@pytest.mark.slow
 def test_with_other_ranks_their_own_state_is_refused_or_redistributed(scripts: Scripts) -> None:
     assert launched(scripts, "own.py", "killed", NAMED=1)[0] == 0
     code, output = launched(scripts, "own.py", "killed", "--nproc", 3, NAMED=1, STEPS=50)
@@ -125,7 +123,6 @@ def test_with_other_ranks_their_own_state_is_refused_or_redistributed(scripts: S
     assert code == 2 and "per_rank" in errors_in(output)[0], output
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("die_at", [10, *(pytest.param(step, marks=pytest.mark.soak) for step in (9, 27))])
 def test_what_each_rank_has_of_its_own_comes_back_from_a_file(scripts: Scripts, die_at: int) -> None:
     off = "--snapshot-every", "never"
@@ -134,7 +131,6 @@ def test_what_each_rank_has_of_its_own_comes_back_from_a_file(scripts: Scripts, 
     assert code == 0 and weights(scripts, "killed") == weights(scripts, "calm"), output
 
 
-@pytest.mark.slow
 def test_what_differs_without_being_named_is_said_once_and_is_the_reason(scripts: Scripts) -> None:
     code, output = launched(scripts, "own.py", "run")
     assert code == 0, output
@@ -174,7 +170,6 @@ def tasks(scripts: Scripts) -> Tasks:
     return Tasks(scripts)
 
 
-@pytest.mark.slow
 def test_other_groups_and_other_data_are_one_line_and_nothing_is_touched(tasks: Tasks) -> None:
     assert tasks.train("run", 20)[0] == 0
     for more, words in (({"ORDER": "a"}, "groups"), ({"ORDER": "ba"}, "a.weight"), ({"N": 360}, "360")):
@@ -204,7 +199,6 @@ def forge(store: CheckpointStore, step: int, value: Any) -> None:
     CheckpointStore(store.directory).save(step, lambda sink: torch.save(value, sink), info)  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
 def test_a_start_goes_back_to_the_newest_that_can_be_loaded(tasks: Tasks) -> None:
     assert tasks.train("calm", 30)[0] == 0
     assert tasks.train("run", 20)[0] == 0

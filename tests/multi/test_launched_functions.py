@@ -14,7 +14,7 @@ import pytest
 from patience import patient
 from program_files import program_text
 
-pytestmark = [pytest.mark.multi, pytest.mark.slow]
+pytestmark = pytest.mark.multi
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 ENVIRONMENT = {

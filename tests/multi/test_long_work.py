@@ -30,7 +30,7 @@ def scripts(tmp_path: Path, processes: Any) -> Scripts:
 ALL_PLACES = "data forward loss computing optimizer process thread between"
 
 
-@pytest.mark.parametrize("places", ["between", pytest.param(ALL_PLACES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("places", ["between", ALL_PLACES])
 def test_long_work_in_a_step_raises_no_alarm_by_default(scripts: Scripts, places: str) -> None:
     process = scripts.launch(["--nproc", "2"], "loop.py", "run", PLACES=places, SECONDS=LONG_SECONDS)
     code, output = scripts.processes.wait(process, 120 + len(places.split()) * LONG_SECONDS)
@@ -38,7 +38,6 @@ def test_long_work_in_a_step_raises_no_alarm_by_default(scripts: Scripts, places
     assert scripts.summary("run")["restarts"] == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["asleep", pytest.param("alone", marks=pytest.mark.soak)])
 def test_the_same_hang_twice_ends_the_job_with_200(scripts: Scripts, how: str) -> None:
     words = ["--nproc", "2", "--hang-timeout", "3"]

@@ -33,7 +33,6 @@ def launched(processes: Any, folder: Path, *words: object) -> tuple[int, str]:
     return code, str(output)
 
 
-@pytest.mark.slow
 def test_two_stages_on_two_devices_of_each_of_two_ranks(processes: Any, tmp_path: Path) -> None:
     task = ("--task", f"{EXAMPLES / 'two_stages.py'}:TwoStages", "--steps", 60, "--nproc", 2, *QUIET)
     code, output = launched(processes, tmp_path, *task, "--run-dir", "two", "--devices-per-rank", 2)
@@ -42,7 +41,6 @@ def test_two_stages_on_two_devices_of_each_of_two_ranks(processes: Any, tmp_path
     assert summary["eval"]["accuracy"] > 0.8 and summary["world_size"] == 2
 
 
-@pytest.mark.slow
 def test_a_pipeline_of_two_ranks_runs_on_gloo(processes: Any, tmp_path: Path) -> None:
     code, output = launched(processes, tmp_path, *QUIET, "--nproc", 2, EXAMPLES / "pipeline.py", 30)
     logs = output + "".join(path.read_text() for path in tmp_path.glob("**/rank-*.log"))

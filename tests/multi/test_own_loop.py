@@ -48,7 +48,6 @@ def test_a_stop_signal_saves_where_it_is_and_ends_with_143(scripts: Scripts) -> 
     assert 23 <= summary["global_step"] <= 24
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_ranks_killed_and_stopped_end_with_the_same_bits_and_lines(
     scripts: Scripts, module_ports: list[int]
@@ -73,7 +72,6 @@ def example(name: str) -> str:
     return textwrap.dedent("\n".join(code)).strip() + "\n"
 
 
-@pytest.mark.slow
 def test_ten_public_names_have_types_and_an_example_and_all_of_them_run(scripts: Scripts) -> None:
     names = {name: each for name, each in vars(tandem.Run).items() if not name.startswith("_")}
     callables = {name: getattr(each, "fget", each) for name, each in names.items()} | {"start": tandem.start}

@@ -31,7 +31,6 @@ def test_at_most_twelve_lines_make_a_plain_script_one_of_many_ranks(name: str) -
     assert 0 < changed <= MOST_CHANGED_LINES
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.soak) if name in SOAK else name for name in NAMES]

@@ -28,7 +28,7 @@ def logs(scripts: Scripts, run: str) -> str:
     return "".join(path.read_text() for path in sorted((scripts.folder / run / "log").glob("*.log")))
 
 
-@pytest.mark.slow
+@pytest.mark.core
 @pytest.mark.timeout(250)
 def test_a_killed_rank_goes_on_from_memory_to_the_same_bits_and_lines(scripts: Scripts) -> None:
     nodes = ["--nodes", "2", "--checkpoint-every", "never"]

@@ -81,7 +81,6 @@ def test_settings_of_tasks_alone_are_refused(settings: dict[str, Any], line: str
     assert str(error.value).startswith(line) and "\n" not in str(error.value)
 
 
-@pytest.mark.slow
 def test_what_is_not_finite_changes_nothing_and_ends_the_run_or_is_left_out(scripts: Scripts) -> None:
     infinite = "    run.backward(loss * float('inf' if run.step == 12 else 1))"
     broken = SMALL.replace("    run.backward(loss)", infinite)

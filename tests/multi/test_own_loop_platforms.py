@@ -20,7 +20,6 @@ def scripts(tmp_path: Path, processes: Any) -> Scripts:
     return scripts
 
 
-@pytest.mark.slow
 def test_torchrun_starts_it_with_all_but_warm_restarts(scripts: Scripts) -> None:
     variables = scripts.environment | {"TANDEM_RUN_DIR": "run", "SIGNAL": "15", "TO_RANK": "1"}
     variables["SIGNAL_AT"] = "31"
@@ -60,7 +59,6 @@ def of_open_mpi(rank: int) -> Mapping[str, str]:
     return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "platform, of",
     [("slurm", of_slurm), pytest.param("openmpi", of_open_mpi, marks=pytest.mark.soak)],

@@ -68,7 +68,6 @@ def mounted(require: Any) -> Any:
     return command
 
 
-@pytest.mark.slow
 def test_nothing_is_named_where_nothing_is_wrong(tmp_path: Path, free_port: int) -> None:
     code, found = diagnosis([*DOCTOR, *by_hand(0, free_port), "--run-dir", str(tmp_path / "run")])
     assert (code, wrong_in(found)) == (0, []) and not list(tmp_path.iterdir())
@@ -88,14 +87,12 @@ def test_a_port_that_is_taken(tmp_path: Path, free_port: int) -> None:
     assert f"port {free_port}: Address already in use" in wrong["MASTER_PORT"]
 
 
-@pytest.mark.slow
 def test_an_interface_that_is_not_there(tmp_path: Path) -> None:
     code, wrong = named([*DOCTOR, "--run-dir", str(tmp_path)], GLOO_SOCKET_IFNAME="ib7")
     assert code == 1 and wrong.keys() == {"interface"}
     assert wrong["interface"].startswith("GLOO_SOCKET_IFNAME=ib7: ib7 does not exist; up here: ")
 
 
-@pytest.mark.slow
 def test_a_small_shared_memory(tmp_path: Path, mounted: Any) -> None:
     small = "mount -t tmpfs -o size=8m none /dev/shm"
     code, found = diagnosis(mounted(small, "--run-dir", tmp_path, "--workers", 2))
@@ -103,13 +100,11 @@ def test_a_small_shared_memory(tmp_path: Path, mounted: Any) -> None:
     assert (code, wrong) == (0, [("shm", "/dev/shm has 8 MiB free; 2 loader processes")])
 
 
-@pytest.mark.slow
 def test_a_read_only_folder(tmp_path: Path, mounted: Any) -> None:
     code, wrong = named(mounted(f"mount -t tmpfs -o ro none '{tmp_path}'", "--run-dir", tmp_path / "run"))
     assert (code, wrong) == (1, {"run volume": f"{tmp_path} is read-only"})
 
 
-@pytest.mark.slow
 def test_a_full_volume(tmp_path: Path, mounted: Any) -> None:
     fill = f"mount -t tmpfs -o size=1m none '{tmp_path}'; head -c 1048576 /dev/zero >'{tmp_path}/x'"
     code, wrong = named(mounted(fill, "--run-dir", tmp_path / "run"))
@@ -138,7 +133,6 @@ def waiting_node_0(processes: Any, port: int, run_dir: Path) -> Iterator[None]:
     processes.kill(node)
 
 
-@pytest.mark.slow
 def test_a_clock_that_is_ahead(tmp_path: Path, free_port: int, processes: Any) -> None:
     shifted = [sys.executable, "-m", "shifted_clock", "doctor", "--json", *by_hand(1, free_port)]
     variables = {"CLOCK_SECONDS": "30", "PYTHONPATH": str(ROOT / "benchmarks")}
@@ -151,7 +145,6 @@ def test_a_clock_that_is_ahead(tmp_path: Path, free_port: int, processes: Any) -
     assert " s ahead of node 0's" in wrong[0][1] and " s before this clock" in wrong[1][1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("each", "flags", "code"), [("4", [], 1), ("auto", ["--nproc", "4"], 0)])
 def test_a_world_size_that_counts_pods(
     tmp_path: Path, free_port: int, each: str, flags: list[str], code: int
@@ -162,7 +155,6 @@ def test_a_world_size_that_counts_pods(
     assert found == (code, {"WORLD_SIZE": "WORLD_SIZE=2 counts pods: 2 pods of 4 ranks are 8 ranks"})
 
 
-@pytest.mark.slow
 def test_a_grace_period_that_is_shorter_than_a_save(tmp_path: Path, processes: Any) -> None:
     run = str(tmp_path / "run")
     launch = [sys.executable, "-m", "tandem", "launch", "--steps", "5", "--run-dir", run]
@@ -181,14 +173,12 @@ def test_an_agent_that_waits_in_vain_says_what_is_wrong(
     assert code == 200 and ":\n  MASTER_ADDR  node0" in said
 
 
-@pytest.mark.slow
 def test_node_0_names_who_did_not_come(tmp_path: Path, free_port: int, processes: Any) -> None:
     words = ["launch", *by_hand(0, free_port), "--master-timeout", "2", "--run-dir", str(tmp_path / "run")]
     code, said = processes.run([sys.executable, "-m", "tandem", *words], env=environment())
     assert code == 200 and ":\n  nodes  node 1 did not join" in said
 
 
-@pytest.mark.slow
 def test_a_mistake_on_another_node_ends_node_0_at_once(
     tmp_path: Path, free_port: int, processes: Any
 ) -> None:

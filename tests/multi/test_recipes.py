@@ -61,7 +61,6 @@ def pictures(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_pictures_are_told_apart_by_a_torchvision_model(processes: Any, tmp_path: Path) -> None:
     data = ("--task", IMAGES, "--data-dir", pictures(tmp_path / "data"), "--task.size", 32)
@@ -112,7 +111,6 @@ def reviews(path: Path) -> Path:
 PRETRAINED = program_text("recipes_pretrained")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_texts_are_told_apart_by_a_transformers_model(processes: Any, require: Any, tmp_path: Path) -> None:
     python = os.environ.get("FRAMEWORKS_PYTHON") or sys.executable
@@ -157,7 +155,6 @@ def lines(folder: Path, run: str) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in read if line.get("loss") is not None}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_killed_gpt_ends_with_the_same_bits(processes: Any, tmp_path: Path) -> None:
     """A rank is killed, then the whole launch; the second launch resumes from a checkpoint."""

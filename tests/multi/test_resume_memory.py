@@ -65,7 +65,6 @@ def _same(found: Any, expected: Any) -> bool:
     return bool(found == expected)
 
 
-@pytest.mark.slow
 def test_a_state_is_there_once_on_each_rank(tmp_path: Path) -> None:
     context = torch.multiprocessing.get_context("spawn")
     answers = context.Queue()

@@ -62,6 +62,7 @@ def saves(trainer: Trainer, steps: int) -> dict[str, Any]:
             "trained": digest(whole) if trainer.world.is_first else ""}  # fmt: skip
 
 
+@pytest.mark.core
 def test_other_numbers_of_ranks_and_other_strategies_read_the_same_state(tmp_path: Path) -> None:
     before = in_ranks(saves, tmp_path, 4, 2)[0]
     store = CheckpointStore(tmp_path / "checkpoints")

@@ -32,7 +32,6 @@ def trained(processes: Any, folder: Path, run: str, steps: int, *flags: object) 
     return dict(json.loads((folder / run / "summary.json").read_text()))
 
 
-@pytest.mark.slow
 def test_step_and_epoch_are_those_of_the_step(processes: Any, tmp_path: Path) -> None:
     """The loss itself compares what it is told with what its batch was told, before the first step too."""
     (tmp_path / "fades.py").write_text(TASK)

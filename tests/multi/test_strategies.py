@@ -259,6 +259,7 @@ over_all = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.core
 @over_all
 def test_losses_sums_and_norms_are_those_of_one_process(ranks: Any, reference: Any) -> None:
     for rank in ranks:

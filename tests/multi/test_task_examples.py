@@ -46,7 +46,6 @@ def test_scores_of_two_sets_and_all_outputs_end_a_run(processes: Any, tmp_path: 
     assert again["test/auc"] == pytest.approx(two["eval"]["test/auc"], abs=1e-6)
 
 
-@pytest.mark.slow
 def test_batches_by_length_resume_exactly(processes: Any, tmp_path: Path) -> None:
     flags = ("--optimizer", "adamw", "--lr", 0.003, "--batch-size", 32, "--schedule", "constant")
     flags += ("--task.lines", 320, "--task.width", 16)
@@ -78,7 +77,6 @@ def test_blocks_that_are_left_out_need_find_unused(processes: Any, tmp_path: Pat
     assert seen["global_step"] == 40 and seen["eval"]["accuracy"] > 0.4
 
 
-@pytest.mark.slow
 def test_two_ranks_leave_out_blocks_of_their_own_and_resume_exactly(processes: Any, tmp_path: Path) -> None:
     flags, task = (*DEPTH, "--nproc", 2), "stochastic_depth.py:StochasticDepth"
     calm = trained(processes, tmp_path, "calm", task, *flags, "--steps", 30, "--find-unused")
@@ -104,7 +102,6 @@ def code_lines(name: str) -> int:
     return sum(bool(line.strip()) for line in lines)
 
 
-@pytest.mark.slow
 def test_a_whole_script_as_a_task_loses_nothing_and_is_shorter(processes: Any, tmp_path: Path) -> None:
     assert code_lines("whole_script.py") < 50 < code_lines("whole_script_plain.py")
     plain = str(EXAMPLES / "whole_script_plain.py")

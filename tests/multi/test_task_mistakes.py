@@ -65,7 +65,6 @@ def mistakes(run_all: Run) -> dict[str, Ended]:
     return run_all({name: ddp if name == "UnusedParameters" else SHORT for name in SAYS})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SAYS)
 def test_a_mistake_is_one_line_with_its_place(mistakes: dict[str, Ended], name: str) -> None:
     ended = mistakes[name]
@@ -77,7 +76,6 @@ def test_a_mistake_is_one_line_with_its_place(mistakes: dict[str, Ended], name: 
     assert "step 1 of" not in ended.output and not CheckpointStore(ended.folder / "checkpoints").steps()
 
 
-@pytest.mark.slow
 def test_the_line_is_that_of_the_method(mistakes: dict[str, Ended]) -> None:
     lines = TASKS.read_text().splitlines()
     number = int(re.search(r"mistaken_tasks\.py line (\d+)", mistakes["NoModel"].output)[1])  # type: ignore[index]

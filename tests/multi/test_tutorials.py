@@ -82,7 +82,6 @@ def counted(text: str) -> list[tuple[int, ...]]:
     return [tuple(numbers) for _, *numbers in found]
 
 
-@pytest.mark.slow
 def test_buffers_are_rank_0s_in_plain_ddp_and_in_a_loop_of_ones_own(tutorials: Tutorials) -> None:
     for run, script in (("plain", "counting_buffer_plain.py"), ("own-loop", "counting_buffer.py")):
         first, second = counted(tutorials.launch(run, TUTORIALS / script))
@@ -102,7 +101,6 @@ def test_buffers_are_each_ranks_own_without_ddps_broadcast_and_alone_count_the_s
     assert {everywhere for *_, everywhere in counted(tutorials.launch("everywhere", ours))} == {alone}
 
 
-@pytest.mark.slow
 def test_mnist_by_hand_set_variables_is_mnist_under_tandem_launch(
     tutorials: Tutorials, free_port: int
 ) -> None:
@@ -136,7 +134,6 @@ def resnet34(*words: object) -> list[object]:
     return [*settings, "--schedule", "constant", "--log-every", 1, "--snapshot-every", "never", *words]
 
 
-@pytest.mark.slow
 def test_resnet34_begins_with_all_weights_but_the_head(tutorials: Tutorials) -> None:
     tutorials.run("-c", PRETRAINED)
     said = tutorials.launch("begun", *resnet34("--steps", 1, "--eval-every", "never"))
@@ -147,7 +144,6 @@ def test_resnet34_begins_with_all_weights_but_the_head(tutorials: Tutorials) -> 
     assert tutorials.summary("begun")["world_size"] == 2
 
 
-@pytest.mark.slow
 def test_resnet34_goes_on_with_a_bar_and_tensorboard(tutorials: Tutorials) -> None:
     tutorials.run("-c", PRETRAINED)
     shown = ["--tracker", "tensorboard", "--progress", "on"]
@@ -160,7 +156,6 @@ def test_resnet34_goes_on_with_a_bar_and_tensorboard(tutorials: Tutorials) -> No
     assert list((tutorials.folder / "resnet34" / "tensorboard").glob("events*"))
 
 
-@pytest.mark.slow
 def test_data_parallel_in_one_process_and_the_same_as_a_task(tutorials: Tutorials) -> None:
     assert "outside: 20 rows" in tutorials.run(TUTORIALS / "data_parallel_plain.py")
     settings = ["--task", f"{TUTORIALS / 'data_parallel_task.py'}:Rows", "--batch-size", 20, "--epochs", 1]
@@ -170,7 +165,6 @@ def test_data_parallel_in_one_process_and_the_same_as_a_task(tutorials: Tutorial
     assert tutorials.summary("dp")["global_step"] == 5
 
 
-@pytest.mark.slow
 def test_a_model_on_two_devices_under_ddp(tutorials: Tutorials, free_port: int) -> None:
     said = tutorials.by_hand(free_port, TUTORIALS / "two_devices_plain.py")
     assert len(re.findall(r"^loss [\d.]+$", said, re.M)) == 1, said

@@ -113,6 +113,7 @@ def alone(group: ProcessGroup, name: str, folder: Path) -> Any:
     return losses, model.state_dict()
 
 
+@pytest.mark.core
 def test_ranks_end_together_with_the_gradients_of_one_process(tmp_path: Path, free_port: int) -> None:
     (losses, weights), *_ = in_processes("single", 1, free_port, alone, tmp_path)
     ranks = in_processes("ddp", 3, free_port, uneven, tmp_path)
@@ -147,7 +148,6 @@ def test_what_cannot_be_is_said_in_one_line() -> None:
 TASK = program_text("uneven_task")
 
 
-@pytest.mark.slow
 def test_a_run_of_uneven_parts_ends_and_resumes_bit_for_bit(processes: Any, tmp_path: Path) -> None:
     (tmp_path / "line.py").write_text(TASK)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}

@@ -30,7 +30,6 @@ def test_a_sound_script_passes(scripts: Scripts) -> None:
     assert lines[-1] == "verdict: exact; 2 of 2 killed runs are bit-identical to the uninterrupted run"
 
 
-@pytest.mark.slow
 def test_what_a_script_does_not_keep_is_found(scripts: Scripts) -> None:
     scripts.write("small.py", OWN_GENERATOR)
     code, output = scripts.verify("small.py", "--trials", 1)

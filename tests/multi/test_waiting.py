@@ -30,7 +30,6 @@ def spins(processes: Any, folder: Path, words: list[object], own: dict[str, str]
     return [int(each) for each in re.findall(r"GOMP_SPINCOUNT = '(\d+)'", said)]
 
 
-@pytest.mark.slow
 def test_ranks_under_an_agent_wait_passively_unless_told_otherwise(processes: Any, tmp_path: Path) -> None:
     words = ["launch", "--nproc", 2, "--task", f"{TASK}:MyTask", *SHORT, "--run-dir"]
     assert spins(processes, tmp_path, [*words, "calm"], {}) == [0]

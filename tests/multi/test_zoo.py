@@ -65,7 +65,6 @@ def proved(names: list[str], folder: Path, processes: Any, limit: float) -> None
     assert len(found) == 3 * len(names) - scaled, "a task's own GradScaler is --precision fp16"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_row_of_each_kind_trains_as_with_plain_ddp(tmp_path: Path, processes: Any) -> None:
     proved(list(EACH_KIND), tmp_path, processes, 400)

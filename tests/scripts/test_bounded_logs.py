@@ -7,7 +7,7 @@ import pytest
 from program_files import program_text
 from tandem.rotation import LOG_BYTES
 
-pytestmark = [pytest.mark.multi, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 
 PRINTING = program_text("bounded_logs_printing")
 

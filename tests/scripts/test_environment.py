@@ -29,7 +29,6 @@ def environments(folder: Path) -> dict[str, dict[str, str]]:
     return found
 
 
-@pytest.mark.slow
 def test_the_environment_is_torchruns_variable_by_variable(scripts: Any) -> None:
     (scripts.folder / "show.py").write_text(SHOW)
     code, said = scripts.by_torchrun("--nproc-per-node", 2, "show.py")

@@ -14,7 +14,7 @@ from unchanged import PROGRAMS
 
 from patience import patient
 
-pytestmark = [pytest.mark.multi, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("program, package", [

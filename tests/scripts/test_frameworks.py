@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from unchanged import PROGRAMS
 
-pytestmark = [pytest.mark.multi, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(600)]
 
 
 def final_loss(text: str) -> float:

@@ -120,7 +120,6 @@ def test_the_lines_are_those_of_the_documentation() -> None:
                 assert code in changed(package), f"{package}: {code}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("package", [pytest.param("torch", marks=pytest.mark.soak), "transformers"])
 def test_a_killed_script_goes_on_from_its_own_checkpoint(package: str, scripts: Any, require: Any) -> None:
     python = os.environ.get("FRAMEWORKS_PYTHON") or sys.executable

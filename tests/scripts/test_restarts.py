@@ -34,7 +34,7 @@ dist.init_process_group("gloo")
 """
 
 
-@pytest.mark.parametrize("failing", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("failing", [1, 0])
 def test_an_error_before_the_ranks_have_met_ends_those_that_wait(scripts: Any, failing: int) -> None:
     """They waited for the failed rank until the timeout of init_process_group, half an hour."""
     (scripts.folder / "early.py").write_text(FAILS_EARLY.replace("FAILING", f"'{failing}'"))
@@ -53,6 +53,7 @@ def test_a_script_has_the_same_loss_as_under_torchrun(scripts: Any) -> None:
     assert final_loss(scripts.log(0)) == final_loss(ours)
 
 
+@pytest.mark.core
 def test_a_killed_rank_is_started_again_and_the_script_goes_on_from_its_own_snapshot(scripts: Any) -> None:
     words = [TUTORIAL, "--epochs", 8, "--pause", "0.1", "--workers", 1]
     process = scripts.start(scripts.tandem("--nodes", 2, *words))
@@ -72,7 +73,6 @@ def test_a_killed_rank_is_started_again_and_the_script_goes_on_from_its_own_snap
     assert (summary["state"], summary["exit_code"], summary["restarts"]) == ("finished", 0, 2)
 
 
-@pytest.mark.slow
 def test_a_rank_killed_while_the_other_computes_is_named_on_the_terminal(scripts: Any) -> None:
     """Node 0 hears of it by the node that comes back, and said no more than that a node wanted to join."""
     (scripts.folder / "slow.py").write_text(SLOW)
@@ -100,7 +100,6 @@ def test_a_bug_of_the_script_is_not_started_again_and_is_shown_once(scripts: Any
     assert len(scripts.lives(0)) == len(scripts.lives(1)) == 1
 
 
-@pytest.mark.slow
 def test_restart_on_error_is_torchruns_way(scripts: Any) -> None:
     settings = ["--nproc", 2, "--restart-on-error", "--max-restarts", 1]
     code, said = scripts.run(scripts.tandem(*settings, TUTORIAL, "--bug-at", "0:3"))
@@ -116,7 +115,6 @@ def metrics(port: int) -> str:
         return ""
 
 
-@pytest.mark.slow
 def test_a_stopped_rank_is_named_with_its_line_and_the_page_knows_steps(scripts: Any, free_port: int) -> None:
     ours = scripts.tandem("--nodes", 2, "--hang-timeout", 4, "--metrics", free_port)
     process = scripts.start([*ours, TUTORIAL, "--epochs", "5", "--pause", "0.2"])
@@ -145,7 +143,6 @@ if dist.get_rank() == 0:
     assert code == 1, said
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "code", "reason"),
     [

@@ -9,7 +9,7 @@ import pytest
 
 from program_files import program_text
 
-pytestmark = [pytest.mark.multi, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(600)]
 
 SCRIPT = program_text("slow_rank_script")
 LINE = next(number for number, line in enumerate(SCRIPT.splitlines(), 1) if "# here" in line)

@@ -53,7 +53,6 @@ def test_a_stop_at_the_very_start_is_137_and_one_line(scripts: Any, ranks: list[
     assert not scripts.lives(0)
 
 
-@pytest.mark.slow
 def test_a_stopped_script_is_143_and_one_that_does_not_listen_is_killed(scripts: Any) -> None:
     (scripts.folder / "endless.py").write_text(ENDLESS)
     endings = (([], 143, "stopped"), (["polite"], 143, "stopped"), (["deaf"], 137, "failed"))

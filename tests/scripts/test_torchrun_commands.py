@@ -20,7 +20,6 @@ ALONE = [
 ]
 
 
-@pytest.mark.slow
 def test_one_node(scripts: Any) -> None:
     (scripts.folder / "sums.py").write_text(PROGRAM)
     for number, words in enumerate(ALONE):
@@ -28,7 +27,6 @@ def test_one_node(scripts: Any) -> None:
         assert code == 0 and "rank 0 of 2 2 --lr 0.1" in said, said
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "where",
     [

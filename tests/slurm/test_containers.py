@@ -147,7 +147,6 @@ def test_without_pyxis_srun_is_not_started(tmp_path: Path) -> None:
 
 @pytest.mark.slurm
 @pytest.mark.multi
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @BOTH
 def test_a_stopped_job_saves_and_comes_back_in_its_container(

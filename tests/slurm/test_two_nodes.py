@@ -10,6 +10,7 @@ from slurm_jobs import TRAIN, Slurm
 pytestmark = [pytest.mark.slurm, pytest.mark.multi]
 
 
+@pytest.mark.core
 @pytest.mark.timeout(600)
 def test_both_srun_forms_are_a_run_of_two(slurm: Slurm) -> None:
     """As `tandem launch --nodes 2`; what cannot be is one line and 2, as in a heterogeneous job."""
@@ -32,7 +33,6 @@ def test_both_srun_forms_are_a_run_of_two(slurm: Slurm) -> None:
     assert len({each["weights_sha256"] for each in summaries}) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_allocation_without_srun(slurm: Slurm) -> None:
     """salloc, and a job that is submitted from a step of another one, whose variables it inherits."""
@@ -68,7 +68,6 @@ def test_scripts_by_srun(slurm: Slurm) -> None:
     assert runs[0]["weights_sha256"] == runs[1]["weights_sha256"]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_task_of_an_array_is_a_run_of_its_own(slurm: Slurm, undisturbed: dict[str, Any]) -> None:
     sbatch = ("sbatch", "--wait", "--array=1-2", "--output=array-%a.out", str(TRAIN))
@@ -84,7 +83,6 @@ def test_every_task_of_an_array_is_a_run_of_its_own(slurm: Slurm, undisturbed: d
     assert sum("belongs to task" in each and "requeuing" not in each for each in outputs) == 1, outputs
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_what_does_not_come_back(slurm: Slurm) -> None:
     """A cancelled job, the script's own error, and a failure too many; what srun starts only ends so."""
@@ -106,7 +104,6 @@ def test_what_does_not_come_back(slurm: Slurm) -> None:
     assert slurm.cluster.job(jobs["failing"])["ExitCode"] == "200:0"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_a_job_goes_on_after_whatever_stops_it(slurm: Slurm, undisturbed: dict[str, Any]) -> None:
     """scancel --signal, requeue, a lost node, preemption, in turn: the weights are the same at the end."""

@@ -19,7 +19,7 @@ from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.address import address
 
-pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
 
 WRITER = Path(__file__).with_name("killed_writer.py")
 SOURCE = Path(__file__).parents[2] / "src"

@@ -123,6 +123,7 @@ def test_nodes_find_that_they_share_an_object_store(store_address: str) -> None:
     assert remote_at(where).list(where) == {} and remote_at(where).read(where / name) is None
 
 
+@pytest.mark.core
 def test_a_life_on_an_object_store(store_address: str) -> None:
     store = CheckpointStore(address(f"{store_address}/checkpoints"))
     assert store.steps() == [] and store.newest_valid(no_corruption) is None
@@ -158,6 +159,7 @@ def test_a_save_without_its_manifest_counts_for_nothing(store_address: str) -> N
     assert store.read(2)[0] == b"another"
 
 
+@pytest.mark.core
 def test_of_two_writers_one_is_refused(store_address: str) -> None:
     one, other = CheckpointStore(address(store_address)), CheckpointStore(address(store_address))
     one.open_for_writing()
@@ -182,7 +184,7 @@ LONG = [
 
 @pytest.mark.parametrize(
     ("server", "rule"),
-    [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in LONG)],
+    [*QUICK, *LONG],
     indirect=["server"],
     scope="module",
 )
