@@ -13,7 +13,7 @@ from tandem.cli import run
 from tandem.config import Given, Settings, resolve
 from tandem.distributed.position import Position, RankStart
 from tandem.errors import ConfigError
-from tandem.launch.misplaced_flags import hint
+from tandem.launch.misplaced_flags import hint, without_effect
 from tandem.launch.program_arguments import check, is_own_loop, split, to_verify
 from tandem.script.execute import code_of
 from tandem.script.job import Job, Program, variables
@@ -299,3 +299,17 @@ def test_a_command_that_is_missing_names_the_verb() -> None:
     for verb in ("verify-resume", "launch"):
         with pytest.raises(ConfigError, match=f"See `tandem {verb} --help`"):
             run(verb, ["--"], {})
+
+
+def test_settings_that_a_plain_script_does_not_read_are_named(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch\n")
+    flags = {name: Given(text, f"flag --{name}", f"--{name}") for name, text in
+             (("epochs", "3"), ("nodes", "2"), ("lr", "0.5"))}  # fmt: skip
+    program = Program("script", str(script))
+    warned = without_effect(program, flags)
+    assert "--epochs 3 --lr 0.5" in warned and "--nodes" not in warned and "\n" not in warned
+    assert without_effect(program, {"nodes": flags["nodes"]}) == ""
+    assert without_effect(Program("module", "train"), flags) == ""
+    (tmp_path / "helper.py").write_text("from tandem import start\n")
+    assert without_effect(program, flags) == "", "a file next to the script may read them"

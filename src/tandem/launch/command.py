@@ -15,7 +15,7 @@ from tandem.errors import ConfigError, TandemError
 from tandem.json_output import wrap_stderr
 from tandem.launch.announce_error import write_termination_message
 from tandem.launch.gpus import gpus_of, share_of_replica
-from tandem.launch.misplaced_flags import hint
+from tandem.launch.misplaced_flags import hint, without_effect
 from tandem.launch.node import run_this_node, with_port
 from tandem.launch.program_arguments import check
 from tandem.launch.run_dir import adjust_for_job
@@ -88,6 +88,8 @@ def _launch(flags: Flags, environ: Environment, program: Program | None) -> int:
     if placement.starts_all and placement.nodes > 1:
         words = [*as_flags(flags), *_notify_flag(settings)]
         return simulate(run, settings, placement, words, environ, stop, work)
+    if program is not None and placement.node_rank == 0 and (unread := without_effect(program, flags)):
+        log.warning("%s", unread)
     started = placement.nodes + placement.spares
     if per_node := environ.get("TANDEM_COMPOSE_GPUS"):
         os.environ.update(share_of_replica(gpus_of(environ), per_node, placement.node_rank, started))

@@ -1,13 +1,17 @@
-"""Explain a script's usage error about a flag of tandem that was typed after the script.
+"""Explain flags that were typed on the wrong side of a script.
 
-torchrun has the same rule: what follows the script belongs to it. A script may have a flag of the same name,
-so nothing is moved; only a script that rejects the flag gets the hint.
+What follows a script belongs to it, as under torchrun. A script may have a flag of the same name, so nothing
+is moved. A script that rejects a flag of tandem gets a hint. Flags before a plain script get a warning if
+they only concern tasks and custom loops.
 """
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
 
+from tandem.config import SETTINGS, Given
 from tandem.config.arguments import FLAGS
 from tandem.config.removed import TORCHRUN
 from tandem.launch.program_arguments import takes_next
@@ -16,6 +20,38 @@ from tandem.script.job import Program
 
 REJECTS = re.compile(r"unrecogni[sz]ed|no such option|unknown|unexpected", re.IGNORECASE)
 """How argparse, click and others begin to say that they do not know a flag."""
+
+TRAINING_SLICES = ("data", "optimization", "exchange", "evaluation", "checkpoint")
+TRAINING_SETTINGS = ("epochs", "steps", "seed", "strategy", "sync_batchnorm", "precision", "compile")
+"""Settings that tasks and custom loops read; a script without tandem does not."""
+MOST_FILES = 200
+"""How many files next to a script are searched for tandem."""
+
+
+def without_effect(program: Program, flags: Mapping[str, Given]) -> str:
+    """Return a warning about `flags` that a plain script does not read; else "".
+
+    A script is plain if neither it nor a file next to it names tandem.
+    """
+    unread = [SETTINGS[key] for key in flags if key in SETTINGS and _is_for_training(key)]
+    if program.kind != "script" or not unread or _names_tandem(Path(program.target)):
+        return ""
+    typed = shlex.join([word for each in unread for word in (each.flag, flags[each.name].text)])
+    return (
+        f"{program} does not use tandem, so these have no effect: {typed}; "
+        f"a script's own arguments follow it: tandem launch {program} {typed}"
+    )
+
+
+def _is_for_training(key: str) -> bool:
+    return key in TRAINING_SETTINGS or SETTINGS[key].slice in TRAINING_SLICES
+
+
+def _names_tandem(script: Path) -> bool:
+    try:
+        return any(b"tandem" in each.read_bytes() for each in islice(script.parent.glob("*.py"), MOST_FILES))
+    except OSError:
+        return True
 
 
 def hint(program: Program, last_line: str) -> str:
