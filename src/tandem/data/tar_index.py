@@ -133,10 +133,14 @@ def index_shards(shards: Sequence[str], output: Path, block_bytes: int = BLOCK_B
     for shard in shards:
         if is_remote(shard):
             check_address(shard)
+    from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
+
     reader = RangeReader()
     folder = output.absolute().parent
     with ThreadPoolExecutor(SHARDS_AT_ONCE) as pool:
-        found = list(pool.map(lambda shard: _indexed(shard, folder, block_bytes, reader), shards))
+        indexed = pool.map(lambda shard: _indexed(shard, folder, block_bytes, reader), shards)
+        # disable=None: a bar on a terminal only.
+        found = list(tqdm(indexed, total=len(shards), unit="shard", leave=False, disable=None))
     blocks = [block for of_shard in found for block in of_shard]
     lines = "".join(json.dumps(dict(zip(FIELDS, block, strict=True))) + "\n" for block in blocks)
     part = output.with_name(f".{output.name}.part")
