@@ -183,6 +183,22 @@ ROWS: dict[str, list[list[dict[str, object]]]] = {
             graph("Log messages", "cps", (rate("tandem_log_messages_total"), "{{level}}")),
         ],
     ],
+    "Data on object stores": [
+        [
+            graph("Blocks received", "Bps", (rate("tandem_block_bytes_total"), "node {{node}}")),
+            graph("Requests", "reqps", (f"sum by (instance, outcome) ({rate('tandem_block_requests_total')})", "{{outcome}}"),
+                  about="retried: repeated after an error; damaged: another CRC-32 than in the index; failed: the end of the run"),
+            graph("Readers that wait", "short", (rate("tandem_block_wait_seconds_total"), "node {{node}}"),
+                  about="seconds per second, all ranks and loader processes of the node together"),
+            graph("Bytes received per byte needed", "none", (f"{series('tandem_block_bytes_total')} / {series('tandem_block_needed_bytes_total')}", "node {{node}}"),
+                  about="1 and the tar headers in the first epoch, less once blocks come from the cache; more if blocks are evicted before they are read"),
+        ],
+        [
+            graph("Blocks ahead", "short", (series("tandem_blocks_ahead"), "rank {{rank}} on node {{node}}")),
+            graph("Cache", "bytes", (series("tandem_block_cache_bytes"), "node {{node}}"), (series("tandem_block_cache_limit_bytes"), "node {{node}} limit")),
+            graph("Blocks found in the cache", "short", (series("tandem_block_cache_hits_total"), "node {{node}}")),
+        ],
+    ],
     "GPU": [
         [
             graph("Utilization", "percentunit", (series("tandem_gpu_utilization_ratio"), "node {{node}} GPU {{gpu}}")),
@@ -198,6 +214,8 @@ ROWS: dict[str, list[list[dict[str, object]]]] = {
         ],
     ],
 }  # fmt: skip
+COLLAPSED = ("Data on object stores", "GPU")
+"""Rows that many runs have no data for."""
 
 
 def variable(name: str, query: str, **more: object) -> dict[str, object]:
@@ -220,7 +238,7 @@ def dashboard() -> dict[str, object]:
     panels: list[dict[str, object]] = []
     y = 0
     for title, lines in ROWS.items():
-        collapsed = title == "GPU"
+        collapsed = title in COLLAPSED
         row: dict[str, object] = {"type": "row", "title": title, "collapsed": collapsed, "panels": [],
                                   "gridPos": {"x": 0, "y": y, "w": WIDTH, "h": 1}}  # fmt: skip
         panels.append(row)

@@ -45,7 +45,10 @@ class RangeServer(ThreadingHTTPServer):
         self.lock = threading.Lock()
         self.requests: Counter[str] = Counter()
         """"NAME RANGE" of every request."""
+        self.answers: Counter[str] = Counter()
+        """What was answered: "whole", "flipped", "reset", "stall" or a code."""
         self.sent = 0
+        """Bytes of ranges in complete answers, flipped or not."""
         self.stalled: set[str] = set()
 
     @property
@@ -91,16 +94,18 @@ class Handler(BaseHTTPRequestHandler):
         if begin >= len(data):
             return self.answer(416)
         part = bytearray(data[begin:end])
-        if name in faults.flipped or draws[2] < faults.share_flipped:
+        flips = name in faults.flipped or draws[2] < faults.share_flipped
+        if flips:
             part[len(part) // 2] ^= 1
         self.send_response(206)
         self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(data)}")
         self.send_header("Content-Length", str(len(part)))
         self.end_headers()
-        self.body(name, bytes(part), resets=draws[1] < faults.share_resets)
+        self.body(name, bytes(part), "flipped" if flips else "whole", draws[1] < faults.share_resets)
 
-    def body(self, name: str, part: bytes, resets: bool) -> None:
+    def body(self, name: str, part: bytes, kind: str, resets: bool) -> None:
         if resets:
+            self.count("reset")
             self.wfile.write(part[: len(part) // 2])
             self.wfile.flush()
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
@@ -112,13 +117,20 @@ class Handler(BaseHTTPRequestHandler):
                 first = name not in self.server.stalled
                 self.server.stalled.add(name)
             if first or not self.server.faults.stalls_once:
+                self.count("stall")
                 self.wfile.write(part[: len(part) // 2])
                 time.sleep(60)
+        # Before it is sent: whoever has received it finds it counted.
+        self.count(kind, len(part))
         self.wfile.write(part)
+
+    def count(self, kind: str, size: int = 0) -> None:
         with self.server.lock:
-            self.server.sent += len(part)
+            self.server.answers[kind] += 1
+            self.server.sent += size
 
     def answer(self, code: int, body: bytes = b"nothing") -> None:
+        self.count(str(code))
         self.send_response(code)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -11,10 +11,12 @@ from small_runs import Runs
 from program_files import program_text
 from range_server import RangeServer, serving
 from shards import write_shard
+from tandem.data.block_cache import contents
 from tandem.data.tar_index import index_shards, read_index
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(200)]
 
+SAMPLE_BYTES = 33
 FLAGS = ("--nproc", 2, "--steps", 30, "--log-every", 5)
 
 
@@ -38,18 +40,33 @@ def server(runs: Runs) -> Iterator[RangeServer]:
         yield each
 
 
+def values(runs: Runs, name: str) -> dict[str, float]:
+    """The last page of a run's metrics: series -> value."""
+    lines = (runs.folder / name / "metrics.prom").read_text().splitlines()
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line[0] != "#"}
+
+
 def test_a_run_on_a_bad_server_has_the_weights_of_a_run_on_a_folder(runs: Runs, server: RangeServer) -> None:
     calm = runs.finish("launch", "calm", *FLAGS)
     assert not server.requests and not (runs.folder / "cache").exists()
-    server.faults.share_500 = 0.2
+    server.faults.share_500 = 0.4
     server.faults.delay = 0.01
     served = runs.finish("launch", "served", *FLAGS, "--workers", 1, "--task.index", "served.jsonl")
     assert served["weights_sha256"] == calm["weights_sha256"] and served["restarts"] == 0
-    page = (runs.folder / "served/metrics.prom").read_text()
-    found = re.search(r'tandem_block_requests_total\{node="0",outcome="ok"\} (\d+)', page)
+    metrics = values(runs, "served")
     blocks = read_index(runs.folder / "served.jsonl")
-    assert found is not None and 0 < int(found[1]) <= len(blocks), page
-    assert "tandem_blocks_ahead" in page and "tandem_block_cache_bytes" in page
+    requests = 'tandem_block_requests_total{node="0",outcome="%s"}'
+    assert metrics[requests % "ok"] == len(blocks) == server.answers["whole"]
+    assert metrics[requests % "retried"] == server.answers["500"] > 0
+    assert metrics[requests % "failed"] == metrics[requests % "damaged"] == 0
+    assert metrics['tandem_block_bytes_total{node="0"}'] == server.sent
+    assert 'tandem_blocks_ahead{node="0",rank="1"}' in metrics
+    used = contents(runs.folder / "cache")
+    assert metrics['tandem_block_cache_bytes{node="0"}'] == used.size > 0
+    assert metrics['tandem_block_cache_limit_bytes{node="0"}'] == used.limit
+    # Loader processes have read every sample of the epochs that are done, and some that they read ahead.
+    needed = metrics['tandem_block_needed_bytes_total{node="0"}'] / SAMPLE_BYTES
+    assert needed == int(needed) and needed >= 30 * 24, needed
 
 
 def test_a_shard_that_is_missing_ends_the_run_in_one_line(runs: Runs, server: RangeServer) -> None:

@@ -14,6 +14,7 @@ from browser import DESKTOP, PHASES_MS, PHONE, Browser
 
 from patience import patient
 from prometheus import TASK, until
+from tandem.report.block_reads import block_reads
 from tandem.report.history import History
 from tandem.report.report import write_report
 from tandem.report.server import MetricsServer
@@ -43,10 +44,35 @@ def hostile(tmp_path: Path) -> Iterator[MetricsServer]:
     history.take(Ranks(rows, SCRIPT))
     status = {"run": SCRIPT, "task": SCRIPT, "state": "training", "platform": SCRIPT, "nodes": 8, "step": 7,
               "steps_planned": 100, "loss": "NaN", "samples_per_second": 5, "restarts": 1, "time": 1e9,
-              "seconds_left": None}  # fmt: skip
+              "seconds_left": None, "blocks": block_reads(read_by_two_nodes())}  # fmt: skip
     server = MetricsServer(Registry(), "127.0.0.1", 0, lambda: {**status, **history.now()}, history.curves)
     yield server
     server.close()
+
+
+def read_by_two_nodes() -> Registry:
+    registry = Registry()
+    registry.apply([
+        metrics.BLOCK_REQUESTS.inc(40, outcome="ok"), metrics.BLOCK_REQUESTS.inc(3, outcome="retried"),
+        metrics.BLOCK_REQUESTS.inc(2, outcome="damaged"), metrics.BLOCK_BYTES.inc(3 * 2**20),
+        metrics.BLOCK_NEEDED_BYTES.inc(2 * 2**20), metrics.BLOCK_WAIT_SECONDS.inc(1.5),
+        metrics.BLOCKS_AHEAD.set(7, rank=0), metrics.BLOCKS_AHEAD.set(4, rank=1),
+        metrics.BLOCK_CACHE_BYTES.set(2**30), metrics.BLOCK_CACHE_LIMIT_BYTES.set(4 * 2**30),
+    ])  # fmt: skip
+    registry.apply_node(1, [metrics.BLOCK_BYTES.inc(2**20)])
+    return registry
+
+
+def test_what_is_read_from_object_stores_is_a_row_for_each_node(
+    browser: Browser, hostile: MetricsServer
+) -> None:
+    browser.open(f"{hostile.url}/", DESKTOP)
+    browser.wait_for("document.querySelectorAll('#blocks tbody tr').length == 2")
+    rows = "[...document.querySelectorAll('#blocks tbody tr')]"
+    first, second = browser.run(f"{rows}.map(row => [...row.children].map(cell => cell.textContent))")
+    assert first == ["0", "3 MiB", "1.5", "40", "5", "0", "1.5 s", "11", "0", "1 GiB of 4 GiB"]
+    assert second[:3] == ["1", "1 MiB", "–"], "nothing was needed so far"
+    assert browser.complaints == []
 
 
 @pytest.mark.parametrize("dark", [False, True])
@@ -66,6 +92,19 @@ def test_script_in_names_is_text_and_the_page_fits(
     assert (lightness < 60) == dark
     assert browser.foreign_requests(hostile.url) == []
     assert browser.complaints == []
+
+
+def test_without_object_stores_the_page_has_no_such_table(browser: Browser, tmp_path: Path) -> None:
+    history = History(RunDir(tmp_path))
+    status = {"run": "digits", "task": "digits", "state": "training", "nodes": 1, "step": 7}
+    status["blocks"] = block_reads(Registry())
+    server = MetricsServer(Registry(), "127.0.0.1", 0, lambda: {**status, **history.now()}, history.curves)
+    try:
+        browser.open(f"{server.url}/")
+        browser.wait_for("document.querySelector('#state')?.textContent == 'training'")
+        assert browser.run("document.querySelector('#blocks').hidden")
+    finally:
+        server.close()
 
 
 def test_the_last_state_stays_when_nobody_answers(browser: Browser, hostile: MetricsServer) -> None:

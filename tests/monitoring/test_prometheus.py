@@ -16,8 +16,11 @@ import pytest
 import yaml
 
 from prometheus import DASHBOARD, RULES, TASK, Prometheus, fetch, pid_of_rank, until
+from tandem.report.server import MetricsServer
+from tandem.telemetry import metrics
 from tandem.telemetry.meter import ACTIVITIES, PHASES
 from tandem.telemetry.metrics import FAMILIES, wire_names
+from tandem.telemetry.registry import Registry
 
 pytestmark = [pytest.mark.core, pytest.mark.monitoring, pytest.mark.timeout(300)]
 STEPS = 400
@@ -29,10 +32,12 @@ NO_SAMPLE_HERE = {
     "tandem_tokens_per_second": "where a task gives a sum named tokens",
     "tandem_block_requests": "where blocks are read from an object store",
     "tandem_block_bytes": "where blocks are read from an object store",
+    "tandem_block_needed_bytes": "where blocks are read from an object store",
     "tandem_block_cache_hits": "where blocks are read from an object store",
     "tandem_block_wait_seconds": "where blocks are read from an object store",
     "tandem_blocks_ahead": "where blocks are read from an object store",
     "tandem_block_cache_bytes": "where blocks are read from an object store",
+    "tandem_block_cache_limit_bytes": "where blocks are read from an object store",
     "tandem_outgoing_requests": "with --notify, or where Kubeflow Trainer asks for progress",
     "tandem_collect_errors": "from the first metric sample that could not be used",
 }
@@ -40,7 +45,7 @@ NO_DATA_HERE = {
     "Loss scale": "fp16 only",
     "instance:tandem_gpu_power_watts:rate5m": "needs a GPU",
 }
-GPU_ROW = "GPU"  # the panels that need a GPU are those of this row, all of them
+OTHER_ROWS = ("GPU", "Data on object stores")  # all of their panels need a GPU, or blocks
 
 
 class Scraped:
@@ -181,17 +186,52 @@ def panels() -> list[tuple[str, str, str]]:
     return found
 
 
-def test_every_query_of_the_dashboard_returns_data(scraped: Scraped) -> None:
+def with_values(query: str) -> str:
+    """A query of the dashboard with values for its variables."""
     values = {"$job": "tandem", "$instance": ".*", "$__rate_interval": "5m", "$__range": "30m"}
+    for variable, value in values.items():
+        query = query.replace(variable, value)
+    return query
+
+
+def test_every_query_of_the_dashboard_returns_data(scraped: Scraped) -> None:
     empty: list[tuple[str, str]] = []
     for row, title, query in panels():
-        for variable, value in values.items():
-            query = query.replace(variable, value)
+        query = with_values(query)
         # Asked for the time of the run's end: graphs show nothing of a target that has gone since.
         found: Any = scraped.prometheus.ask("query", query=query, time=scraped.last_scrape)["result"]
-        if not found and row != GPU_ROW and title not in NO_DATA_HERE:
+        if not found and row not in OTHER_ROWS and title not in NO_DATA_HERE:
             empty.append((title, query))
     assert not empty
+
+
+def test_the_row_of_object_stores_has_data_from_a_node_that_reads(
+    tmp_path: Path, processes: Any, free_port: int, require: Any
+) -> None:
+    require("prometheus")
+    registry = Registry()
+    counters = [metrics.BLOCK_BYTES, metrics.BLOCK_NEEDED_BYTES, metrics.BLOCK_CACHE_HITS]
+    gauges = [metrics.BLOCK_CACHE_BYTES, metrics.BLOCK_CACHE_LIMIT_BYTES]
+
+    def read() -> None:
+        registry.apply([
+            *(counter.inc(1) for counter in counters), *(gauge.set(1) for gauge in gauges),
+            metrics.BLOCK_WAIT_SECONDS.inc(1), metrics.BLOCKS_AHEAD.set(1, rank=0),
+            metrics.BLOCK_REQUESTS.inc(1, outcome="ok"),
+        ])  # fmt: skip
+
+    registry.before_page = read
+    server = MetricsServer(registry, "127.0.0.1", 0, dict)
+    try:
+        target = f"127.0.0.1:{server.port}"
+        prometheus = Prometheus(processes, tmp_path / "prometheus", free_port, target, "1s", "groups: []")
+        asked = [query for row, _, query in panels() if row == "Data on object stores"]
+        assert len(asked) == 8
+        for query in asked:
+            query = with_values(query)
+            until(lambda query=query: prometheus.query(query), query)
+    finally:
+        server.close()
 
 
 def test_rules_and_dashboard_use_declared_names_only() -> None:

@@ -18,12 +18,14 @@ from patience import patient
 from range_server import RangeServer, serving
 from shards import write_shard
 from tandem.data import block_fetcher, ranges, tar_blocks
-from tandem.data.block_cache import LOCKS, PART, BlockCache
+from tandem.data.block_cache import LOCKS, PART, BlockCache, contents
+from tandem.data.block_fetcher import OUTCOMES
 from tandem.data.block_metrics import BlockMetrics
-from tandem.data.ranges import OUTCOMES, RangeReader
+from tandem.data.ranges import RangeReader
 from tandem.data.tar_index import StoredBlock, index_shards, read_index
 from tandem.data.tar_shards import TarBlocks
 from tandem.errors import ConfigError, DataUnavailableError
+from tandem.report.block_reads import block_reads
 from tandem.telemetry.metrics import REQUEST_OUTCOMES
 from tandem.telemetry.registry import Registry
 
@@ -255,25 +257,39 @@ def test_it_ends_with_its_rank(opened: Opening) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_metrics_count_what_is_new(opened: Opening, server: RangeServer) -> None:
+def test_metrics_count_what_the_server_counts(opened: Opening, server: RangeServer) -> None:
     node = Registry()
     value = node.registry.get_sample_value
-    server.faults.share_500 = 0.3
+    server.faults.share_500 = 0.2
+    server.faults.share_resets = 0.1
+    server.faults.share_flipped = 0.05
     assert REQUEST_OUTCOMES == OUTCOMES
     report = BlockMetrics(3)
     assert report() == []
-    data = opened()
+    assert block_reads(node) == []
+    data = opened(deadline=patient(60))
     data.will_need(range(len(data.blocks)))
     check(data)
     node.apply(report())
     count = len(data.blocks)
-    assert value("tandem_block_requests_total", dict(outcome="ok", node="0")) == count
-    assert value("tandem_block_requests_total", dict(outcome="retried", node="0")) > 0
-    assert value("tandem_block_requests_total", dict(outcome="failed", node="0")) == 0
+    answers = server.answers
+    for outcome, expected in (
+        ("ok", count), ("damaged", answers["flipped"]), ("retried", answers["500"] + answers["reset"]),
+        ("failed", 0),
+    ):  # fmt: skip
+        assert value("tandem_block_requests_total", dict(outcome=outcome, node="0")) == expected, outcome
+    assert answers["whole"] == count and answers["500"] + answers["reset"] > 0
+    assert sum(server.requests.values()) == sum(answers.values())
     assert value("tandem_block_bytes_total", dict(node="0")) == server.sent
+    needed = sum(len(payload(*divmod(index, SAMPLES))) + 1 for index in range(len(data)))
+    assert value("tandem_block_needed_bytes_total", dict(node="0")) == needed
     assert value("tandem_block_wait_seconds_total", dict(node="0")) > 0
     assert value("tandem_blocks_ahead", dict(rank="3", node="0")) == count
     assert value("tandem_block_cache_bytes", dict(node="0")) == BlockCache(opened.cache, 10**9).used()
+    assert value("tandem_block_cache_limit_bytes", dict(node="0")) == 10**9
+    (row,) = block_reads(node)
+    assert row["bytes"] == server.sent and row["needed_bytes"] == needed and row["node"] == 0
+    assert row["damaged"] == answers["flipped"] and row["ahead"] == row["ok"] == count
     again = opened()
     again.will_need(range(count))
     check(again)
@@ -285,6 +301,19 @@ def test_metrics_count_what_is_new(opened: Opening, server: RangeServer) -> None
     node.apply(report())
     assert value("tandem_block_requests_total", dict(outcome="ok", node="0")) == count
     assert value("tandem_block_cache_hits_total", dict(node="0")) == count
+    assert value("tandem_block_bytes_total", dict(node="0")) == server.sent, "no request was needed"
+    assert value("tandem_block_needed_bytes_total", dict(node="0")) == 2 * needed
+
+
+def test_a_request_that_fails_for_good_is_counted(opened: Opening, server: RangeServer) -> None:
+    node = Registry()
+    server.faults.missing = {"1.tar"}
+    data = opened()
+    with pytest.raises(ConfigError):
+        check(data)
+    node.apply(BlockMetrics(0)())
+    value = node.registry.get_sample_value
+    assert value("tandem_block_requests_total", dict(outcome="failed", node="0")) == server.answers["404"] > 0
 
 
 # The folder.
@@ -347,6 +376,18 @@ def test_a_smaller_limit_shrinks_the_cache(tmp_path: Path) -> None:
     for number in range(20):
         assert put(cache, made(tmp_path, number))
     assert there(BlockCache(tmp_path, 5 * 4096)) <= 5 * 4096
+
+
+def test_a_look_at_a_cache_changes_nothing(tmp_path: Path) -> None:
+    assert contents(tmp_path) == (0, 0, None) and not list(tmp_path.iterdir())
+    cache = BlockCache(tmp_path, 20 * 4096)
+    for number in range(3):
+        assert put(cache, made(tmp_path, number, length=5000))
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert contents(tmp_path) == (3, 6 * 4096, 20 * 4096)
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+    BlockCache(tmp_path, 4 * 4096)
+    assert contents(tmp_path).limit == 4 * 4096 and contents(tmp_path).size <= 4 * 4096
 
 
 def test_a_cache_that_cannot_hold_the_blocks_is_refused(opened: Opening, tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tandem.data.block_cache import BlockCache
+from tandem.data.tar_index import StoredBlock
 from tandem.verify import doctor
 
 MEMINFO = "MemTotal:       8388608 kB\nMemFree: 1 kB\nMemAvailable:   4194304 kB\n"
@@ -58,6 +60,25 @@ def test_memory_and_its_limit(tmp_path: Path, name: str, text: str, said: str) -
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text(MEMINFO)
     assert doctor.memory(tmp_path) == said
+
+
+def test_a_block_cache_is_a_line_with_its_limit_and_a_check_of_its_room(tmp_path: Path) -> None:
+    code, lines = run(TMPDIR=str(tmp_path))
+    assert code == 0 and lines["blocks"].endswith("no block cache") and not list(tmp_path.iterdir())
+    folder = tmp_path / f"tandem-blocks-{os.getuid()}"
+    cache = BlockCache(folder, 3 * doctor.GIB)
+    block = StoredBlock("http://host/a.tar", 0, 1024**2, 1, 0)
+    part = cache.reserve(block, urgent=False)
+    assert part is not None
+    cache.commit(part, block)
+    code, lines = run(TMPDIR=str(tmp_path))
+    assert code == 0 and "1 blocks with 0.0 of at most 3.0 GiB" in lines["blocks"]
+    (finding,) = doctor.cache_findings(folder)
+    assert (finding.state, finding.name) == ("pass", "block cache") and "at most 3.0 GiB" in finding.text
+    BlockCache(folder, 2**50)
+    (finding,) = doctor.cache_findings(folder)
+    assert finding.state == "warn" and "cache_bytes" in finding.remedy and "GiB free" in finding.text
+    assert not list(doctor.cache_findings(tmp_path / "none"))
 
 
 def test_cudnn_counts_in_hundreds() -> None:

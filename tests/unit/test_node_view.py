@@ -17,7 +17,7 @@ from tandem.launch import view
 from tandem.platforms.placement import detect
 from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
-from tandem.telemetry import health
+from tandem.telemetry import health, metrics
 from tandem.telemetry.messages import Sample
 
 LIMIT_SECONDS = 20.0
@@ -113,6 +113,21 @@ def test_how_a_run_ended_waits_for_the_last_scrape(
         stop.interrupts = 2
         node._server._last_read["/metrics"] = 0.0
         node.linger(stop)  # nobody comes, and a second Ctrl-C does not wait
+    finally:
+        node.close()
+
+
+def test_what_ranks_read_from_object_stores_is_in_the_status(tmp_path: Path) -> None:
+    node = view.NodeView(RunDir(tmp_path / "run"), Settings(), detect({}, "here", LaunchConfig()), None,
+                         tmp_path / "scratch", tick_seconds=0.01)  # fmt: skip
+    try:
+        assert node.status()["blocks"] == []
+        ranks = [metrics.BLOCK_BYTES.inc(5), *(metrics.BLOCKS_AHEAD.set(3, rank=rank) for rank in range(2))]
+        node.metrics.apply(ranks)
+        node.metrics.apply_node(1, [metrics.BLOCK_BYTES.inc(7)])
+        rows = node.status()["blocks"]
+        assert isinstance(rows, list)
+        assert [(row["node"], row["bytes"], row["ahead"]) for row in rows] == [(0, 5, 6), (1, 7, 0)]
     finally:
         node.close()
 

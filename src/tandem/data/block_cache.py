@@ -35,6 +35,8 @@ READING = 2**61
 """Where the locks of blocks that are written and read begin; a lock needs no byte that exists."""
 _LOCK = struct.Struct("hhqqi4x")
 _TOTAL = struct.Struct("20s")
+_LIMIT = struct.Struct("20s")
+"""Behind the total: the limit of the process that opened the folder last, for people who look at it."""
 SPARE = 16
 """An eviction frees this part of the limit at once, because it lists the folder."""
 
@@ -69,6 +71,7 @@ class BlockCache:
         self._thread_lock = threading.Lock()
         with self._accounting():
             self._evict(0, urgent=True)
+            os.pwrite(self._account, f"{limit:>{_LIMIT.size}}".encode(), _TOTAL.size)
 
     def _opened(self) -> int:
         return os.open(self.folder / LOCKS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -155,8 +158,7 @@ class BlockCache:
                 _lock(self._account, fcntl.F_UNLCK, ACCOUNT)
 
     def _total(self) -> int | None:
-        text = os.pread(self._account, _TOTAL.size, 0).strip()
-        return int(text) if text.isdigit() else None
+        return _number(os.pread(self._account, _TOTAL.size, 0))
 
     def _set_total(self, total: int) -> None:
         os.pwrite(self._account, f"{max(0, total):>{_TOTAL.size}}".encode(), 0)
@@ -227,6 +229,30 @@ class BlockCache:
         asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, 1, 0)
         answer: bytes = fcntl.fcntl(self._account, fcntl.F_OFD_GETLK, asked)
         return bool(_LOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+
+
+class CacheContents(NamedTuple):
+    """What a cache has: blocks, their bytes on the disk, and its limit, if a process has left one."""
+
+    blocks: int
+    size: int
+    limit: int | None
+
+
+def contents(folder: Path) -> CacheContents:
+    """Return what the cache in a folder has, without a change to it. Raises OSError if it is not readable."""
+    sizes = []
+    for entry in os.scandir(folder):
+        if entry.name != LOCKS:
+            with suppress(FileNotFoundError):  # evicted since it was listed
+                sizes.append(_stored(entry.stat(follow_symlinks=False).st_size))
+    locks = folder / LOCKS
+    limit = locks.read_bytes()[_TOTAL.size : _TOTAL.size + _LIMIT.size] if locks.exists() else b""
+    return CacheContents(len(sizes), sum(sizes), _number(limit))
+
+
+def _number(text: bytes) -> int | None:
+    return int(text) if text.strip().isdigit() else None
 
 
 def _lock(descriptor: int, kind: int, start: int, wait: bool = False) -> None:

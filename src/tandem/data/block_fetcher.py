@@ -22,7 +22,7 @@ from typing import Literal
 from zlib import crc32
 
 from tandem.data.block_cache import BlockCache, name_of
-from tandem.data.ranges import OK, OUTCOMES, RangeReader
+from tandem.data.ranges import GAVE_UP, RETRIED, RangeReader
 from tandem.data.tar_index import StoredBlock
 from tandem.errors import (
     FAILED,
@@ -66,19 +66,25 @@ Order = Literal["next", "more", "need"]
 
 # What the processes of a rank share.
 
+OK = "ok"
+DAMAGED = "damaged"
+OUTCOMES = (OK, RETRIED, GAVE_UP, DAMAGED)
+"""Of a request: its bytes arrived; it failed and was repeated; it failed for good; the CRC-32 was wrong."""
 _COUNTERS = (*OUTCOMES, "bytes", "hits", "ahead", "cached")
-WAITERS = 64
-"""Readers have a counter each, because two processes cannot safely add to one."""
+READERS = 64
+"""Readers have two counters each, because two processes cannot safely add to one."""
 _NUMBER = struct.Struct("q")
+_WAITED = len(_COUNTERS)
+_NEEDED = _WAITED + READERS
 _ERROR = struct.Struct("HH")
-_ERROR_START = (len(_COUNTERS) + WAITERS) * _NUMBER.size
+_ERROR_START = (_NEEDED + READERS) * _NUMBER.size
 _SIZE = 2 * mmap.PAGESIZE
 
 
 class SharedStatus:
     """Counters of a fetching process, and the error that ended its work; in memory without a name.
 
-    Counters: `ok`, `retried` and `failed` are requests, `bytes` were received, and `cached` are in the cache.
+    Counters: those of OUTCOMES are requests, `bytes` came in complete answers, and `cached` are in the cache.
     `hits` are blocks that were in the cache when they were first listed, `ahead` those listed and there now.
     """
 
@@ -99,12 +105,21 @@ class SharedStatus:
 
     def waited(self, seconds: float, reader: int) -> None:
         """Add to the time that the reader with this number has waited for blocks."""
-        place = len(_COUNTERS) + reader % WAITERS
+        place = _WAITED + reader % READERS
         self._set(place, self._get(place) + int(seconds * 1e9))
 
     def waited_seconds(self) -> float:
         """Return the time that all readers have waited."""
-        return sum(self._get(len(_COUNTERS) + reader) for reader in range(WAITERS)) / 1e9
+        return sum(map(self._get, range(_WAITED, _NEEDED))) / 1e9
+
+    def needed(self, size: int, reader: int) -> None:
+        """Add to the bytes of samples that the reader with this number has read."""
+        place = _NEEDED + reader % READERS
+        self._set(place, self._get(place) + size)
+
+    def needed_bytes(self) -> int:
+        """Return the bytes of samples that all readers have read."""
+        return sum(map(self._get, range(_NEEDED, _NEEDED + READERS)))
 
     def fail(self, code: int, text: str) -> None:
         """Store the error that ended the work; the first one counts."""
@@ -360,7 +375,9 @@ class _Work:
         for _ in range(WRONG_ANSWERS):
             data = self._reader.read(block.address, block.offset, block.length)
             got.append(crc32(data))
-            if got[-1] == block.crc32:
+            is_right = got[-1] == block.crc32
+            self._count(OK if is_right else DAMAGED, len(data))
+            if is_right:
                 return data
         raise ConfigError(
             f"{block}: wrong CRC-32 in {WRONG_ANSWERS} answers ({', '.join(f'{each:08x}' for each in got)}); "
@@ -388,11 +405,10 @@ class _Work:
             self._status.fail(code, text)
             self._failed = True
 
-    def _count(self, outcome: str, size: int) -> None:
+    def _count(self, outcome: str, size: int = 0) -> None:
         with self._changed:
             self._status.add(outcome)
-            if outcome == OK:
-                self._status.add("bytes", size)
+            self._status.add("bytes", size)
 
 
 def main(arguments: list[str]) -> None:

@@ -29,11 +29,8 @@ PASSING = (408, 425, 429)
 """Codes below 500 that ask the client to try again."""
 CHUNK = 2**18
 
-OK = "ok"
 RETRIED = "retried"
-FAILED = "failed"
-OUTCOMES = (OK, RETRIED, FAILED)
-"""Of a request: its bytes arrived; it failed and was repeated; it failed for good."""
+GAVE_UP = "failed"
 
 
 def is_remote(address: str) -> bool:
@@ -59,19 +56,19 @@ def shown(address: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-def ignore(outcome: str, size: int) -> None:
+def ignore(outcome: str) -> None:
     """Count nothing."""
 
 
 class RangeReader:
     """Reads ranges; thread-safe, with one connection per thread and server.
 
-    A range that cannot be read within `deadline` seconds is an error. `count(outcome, bytes)` is called for
-    every request.
+    A range that cannot be read within `deadline` seconds is an error. `count(outcome)` is called for every
+    request that fails: RETRIED if another one follows, else GAVE_UP.
     """
 
     def __init__(
-        self, deadline: float = BLOCK_DEADLINE_SECONDS, count: Callable[[str, int], None] = ignore
+        self, deadline: float = BLOCK_DEADLINE_SECONDS, count: Callable[[str], None] = ignore
     ) -> None:
         self.deadline = deadline
         self._count = count
@@ -100,18 +97,15 @@ class RangeReader:
         pause = BLOCK_BACKOFF_SECONDS
         while True:
             try:
-                data, size = self._once(address, offset, length, end)
+                return self._once(address, offset, length, end)
             except ConfigError:
-                self._count(FAILED, 0)
+                self._count(GAVE_UP)
                 raise
             except (OSError, http.client.HTTPException) as error:
                 if time.monotonic() + pause >= end:
-                    self._count(FAILED, 0)
+                    self._count(GAVE_UP)
                     self._give_up(address, what, error)
-                self._count(RETRIED, 0)
-            else:
-                self._count(OK, len(data))
-                return data, size
+                self._count(RETRIED)
             # Ranks that failed together should not come back together.
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_BLOCK_BACKOFF_SECONDS)

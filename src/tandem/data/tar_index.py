@@ -57,6 +57,11 @@ class TarSample(NamedTuple):
     key: str
     files: list[tuple[str, int, int]]
 
+    @property
+    def size(self) -> int:
+        """The bytes of its files, without the headers between them."""
+        return sum(size for _, _, size in self.files)
+
 
 def samples_of(raw: bytes) -> list[TarSample]:
     """Return the samples of a block. Raises ValueError for bytes that are no tar archive."""

@@ -165,9 +165,12 @@ class TarBlocks(Dataset[Any]):
 
     def _read(self, number: int, samples: Sequence[int]) -> list[dict[str, Any]]:
         """Return the samples with these numbers in a block, not decoded."""
-        table = self._table(number)
+        chosen = [self._table(number)[each] for each in samples]
         with self._opened(number) as (descriptor, offset):
-            return [_sample(descriptor, offset, table[each]) for each in samples]
+            found = [_sample(descriptor, offset, each) for each in chosen]
+        if self._fetcher is not None and is_remote(self.blocks[number].address):
+            self._fetcher.status.needed(sum(each.size for each in chosen), _reader())
+        return found
 
     def _table(self, number: int) -> list[TarSample]:
         """Return the files of a block's samples, after its CRC-32 was checked once."""
@@ -225,9 +228,13 @@ class TarBlocks(Dataset[Any]):
         block = self.blocks[number]
         if not is_remote(block.address):
             return _BlockLocation(Path(block.address), block.offset, False)
-        worker = get_worker_info()
-        path = self._started().wait_for(block, 0 if worker is None else worker.id + 1)
-        return _BlockLocation(path, 0, True)
+        return _BlockLocation(self._started().wait_for(block, _reader()), 0, True)
+
+
+def _reader() -> int:
+    """Return this process's number among those that read for a rank: 0, or that of a loader process."""
+    worker = get_worker_info()
+    return 0 if worker is None else worker.id + 1
 
 
 def _sample(descriptor: int, offset: int, sample: TarSample) -> dict[str, Any]:

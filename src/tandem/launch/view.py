@@ -20,6 +20,7 @@ from tandem.log import log_if_slow, renew_outputs, reporting
 from tandem.platforms.placement import Placement
 from tandem.report.about import About
 from tandem.report.access import Access
+from tandem.report.block_reads import block_reads
 from tandem.report.history import History
 from tandem.report.inspection_paths import Ask
 from tandem.report.server import MetricsServer
@@ -310,6 +311,7 @@ class NodeView:
             "planned_stops": self._restarts.planned_stops,
             "snapshots": {str(node): int(step) for node, step in self._snapshots()},
             "checkpoint_every": self._settings.checkpoint.checkpoint_every,
+            "blocks": block_reads(self.metrics),
             "verdict": self._verdict(),
             "time": time.time(),
             **(self._about.hidden(self._history.now()) if self._history is not None else {}),

@@ -136,7 +136,7 @@ SKIP_REASONS = ("amp_overflow", "nonfinite_loss", "nonfinite_grad")
 RESTART_REASONS = ("elastic", "preemption", "crash", "hang", "unknown")
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
 STEP_BUCKETS = tuple(0.001 * 2**i for i in range(17))  # 1 ms to 66 s; doubling keeps the relative error equal
-REQUEST_OUTCOMES = ("ok", "retried", "failed")
+REQUEST_OUTCOMES = ("ok", "retried", "failed", "damaged")
 SAVE_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 
 # fmt: off
@@ -221,7 +221,9 @@ REPLAY_MISMATCHES = Counter("replay_mismatches",
 BLOCK_REQUESTS = Counter("block_requests",
     "Requests for blocks of data on object stores, by outcome.", "data", labels(outcome=REQUEST_OUTCOMES),
     by_node=True)
-BLOCK_BYTES = Counter("block_bytes", "Bytes of blocks received.", "data", by_node=True)
+BLOCK_BYTES = Counter("block_bytes", "Bytes of blocks received in complete answers.", "data", by_node=True)
+BLOCK_NEEDED_BYTES = Counter("block_needed_bytes",
+    "Bytes of the samples that readers have read from blocks on object stores.", "data", by_node=True)
 BLOCK_CACHE_HITS = Counter("block_cache_hits",
     "Blocks that were in the cache when a rank began to read ahead to them.", "data", by_node=True)
 BLOCK_WAIT_SECONDS = Counter("block_wait_seconds",
@@ -229,6 +231,8 @@ BLOCK_WAIT_SECONDS = Counter("block_wait_seconds",
 BLOCKS_AHEAD = Gauge("blocks_ahead",
     "Blocks in the cache that a rank reads next or has just read.", "data", labels("rank"), by_node=True)
 BLOCK_CACHE_BYTES = Gauge("block_cache_bytes", "Bytes in the node's block cache.", "data", by_node=True)
+BLOCK_CACHE_LIMIT_BYTES = Gauge("block_cache_limit_bytes",
+    "The most bytes that the node's block cache takes.", "data", by_node=True)
 
 CHECKPOINT_SAVES = Counter("checkpoint_saves", "Checkpoints saved.", "checkpoints")
 CHECKPOINT_SAVE_FAILURES = Counter("checkpoint_save_failures",

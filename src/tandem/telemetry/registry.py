@@ -99,11 +99,16 @@ class Registry:
                 for sample in collected.samples
             ]
 
-    def by_node(self, family: Family) -> dict[int, float]:
-        """Return {node: value} of a family that is kept per node and has no other label."""
+    def by_node(self, family: Family, **labels: str) -> dict[int, float]:
+        """Return {node: sum of its series} of a family that is kept per node; only series with `labels`."""
+        found: dict[int, float] = {}
         with self._lock:
             (collected,) = self._metrics[family.name].collect()
-            return {int(sample.labels["node"]): sample.value for sample in collected.samples}
+            for sample in collected.samples:
+                if labels.items() <= sample.labels.items():
+                    node = int(sample.labels["node"])
+                    found[node] = found.get(node, 0.0) + sample.value
+        return found
 
     def apply_node(self, node: int, samples: Iterable[Sample]) -> None:
         """Apply the result of `own` from another node; its counters have that node's totals."""

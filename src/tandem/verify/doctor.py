@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from tandem import __version__
 from tandem.config import Settings
-from tandem.data.block_cache import LOCKS
-from tandem.data.tar_shards import default_folder
+from tandem.data.block_cache import CacheContents, contents
+from tandem.data.tar_shards import CACHE_BYTES, default_folder
 from tandem.distributed.devices import DRIVER_FILE, driver_version, why_no_gpu
 from tandem.errors import TandemError
 from tandem.launch.connectivity import ConnectivityProblem, clock, interfaces, names, others, world_size
@@ -67,6 +67,7 @@ def diagnose(settings: Settings, environ: Environment) -> Diagnosis:
     """Return all facts and checks; a fact that cannot be determined says why in its own line."""
     facts = dict(_lines(settings, environ))
     checks = [*_position_checks(settings, environ), *findings(settings), *machine.container_findings(environ)]
+    checks += cache_findings(default_folder())
     return Diagnosis(facts, checks)
 
 
@@ -157,9 +158,38 @@ def _blocks(folder: Path) -> str:
     """Return what the block cache of this user contains, if it is where `tar_blocks` puts it by default."""
     if not folder.is_dir():
         return f"{_space(folder)}, no block cache"
-    files = [each for each in os.scandir(folder) if each.name != LOCKS]
-    size = sum(each.stat().st_size for each in files)
-    return f"{_space(folder)}, {len(files)} blocks with {size / GIB:.1f} GiB"
+    cache = contents(folder)
+    return f"{_space(folder)}, {cache.blocks} blocks with {_of_limit(cache)}"
+
+
+def _of_limit(cache: CacheContents) -> str:
+    return f"{cache.size / GIB:.1f} of at most {(cache.limit or CACHE_BYTES) / GIB:.1f} GiB"
+
+
+def cache_findings(folder: Path) -> Iterator[ConnectivityProblem]:
+    """Check that the block cache in a folder can be used and has room to grow; nothing if there is none."""
+    name = "block cache"
+    remedy = "use another cache_dir in tar_blocks()"
+    try:
+        if not folder.is_dir():
+            return
+        cache = contents(folder)
+        free = shutil.disk_usage(folder).free
+        owner = folder.stat().st_uid
+    except OSError as error:
+        yield ConnectivityProblem(name, "warn", f"{folder}: {error.strerror or error}", remedy)
+        return
+    text = f"{folder}: {_of_limit(cache)} used, {free / GIB:.1f} GiB free"
+    missing = (cache.limit or CACHE_BYTES) - cache.size - free
+    if owner != os.getuid():
+        text = f"{folder} belongs to user {owner}; this process runs as user {os.getuid()}"
+        yield ConnectivityProblem(name, "warn", text, remedy)
+    elif missing > 0:
+        # A block that finds no room on the disk ends the run.
+        remedy = f"free {missing / GIB:.1f} GiB, set a lower cache_bytes, or {remedy}"
+        yield ConnectivityProblem(name, "warn", text, remedy)
+    else:
+        yield ConnectivityProblem(name, "pass", text)
 
 
 def _tried(check: Callable[[], str]) -> str:

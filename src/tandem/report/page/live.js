@@ -49,6 +49,8 @@ function show(run) {
   ]);
   $("inside").hidden = !run.inspection || isOver;
   showRanks(run.ranks ?? []);
+  $("blocks").hidden = !run.blocks?.length;
+  whenNew($("blocks"), run.blocks ?? [], blockTable);
   checkpointTable($("checkpoints"), run.checkpoints, run.time);
   whenNew($("events"), run.events ?? [], eventList);
 }
@@ -66,6 +68,19 @@ function showRanks(ranks) {
     stack(line.children[2], ranks[i].phases_ms, most, value => `${number(value)} ms`);
   });
   phaseLegend(parent);
+}
+
+// Data on object stores: what each node has read since the launch, and its cache now.
+function blockTable(parent, nodes) {
+  add(parent, "h2", "Data on object stores");
+  const heads = [["node", "number"], ["received", "number"], ["per byte needed", "number"], ["requests", "number"], ["retried", "number"], ["failed", "number"],
+    ["waited", "number"], ["blocks ahead", "number"], ["cache hits", "number"], ["cache", "number"]];
+  const rows = nodes.map(each => [
+    number(each.node), bytes(each.bytes), each.needed_bytes ? number(each.bytes / each.needed_bytes) : "–",
+    number(each.ok), number(each.retried + each.damaged), number(each.failed), seconds(each.wait_seconds),
+    number(each.ahead), number(each.hits), `${bytes(each.cache_bytes)} of ${bytes(each.cache_limit_bytes)}`]);
+  table(parent, heads, rows, "Data on object stores");
+  add(parent, "small", "received / needed: 1 and the tar headers, until blocks come from the cache; waited: all readers together");
 }
 
 function ended(run) {
