@@ -1,7 +1,8 @@
 """A trainer with transformers' Trainer: `audit_transformers.py KIND`. It resumes exactly, or has a known bug.
 
 `plain` has no dropout, and `epochs` saves after each epoch. `documented` does what the Trainer's
-documentation shows: `resume_from_checkpoint=True`. The other kinds are bugs that users have filed.
+documentation shows: `resume_from_checkpoint=True`, and `augmented` the same with data that is masked at
+random. The other kinds are bugs that users have filed.
 """
 
 import os
@@ -34,7 +35,10 @@ class Sentences(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         ids = self.ids[index]
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": int(ids.sum()) % 2}
+        label = int(ids.sum()) % 2
+        if KIND == "augmented":
+            ids = ids.where(torch.rand(len(ids)) > 0.15, 0)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": label}
 
 
 class Slow(TrainerCallback):
