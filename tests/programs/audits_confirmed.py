@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 SAMPLES, BATCH, EPOCHS = 64, 4, 2
 STEPS = SAMPLES // BATCH
@@ -32,6 +32,10 @@ class Used(NamedTuple):
     drawn: list[float]
 
 
+def shuffled() -> DataLoader[tuple[torch.Tensor, ...]]:
+    return DataLoader(TensorDataset(torch.arange(SAMPLES)), BATCH, shuffle=True)
+
+
 def drawn() -> list[float]:
     """Draw as a layer of dropout does."""
     return list(torch.nn.functional.dropout(torch.ones(16), 0.5).tolist())
@@ -45,7 +49,7 @@ def accelerate(way: str, folder: Path, is_resumed: bool) -> list[Used]:
     loading = DataLoaderConfiguration(use_seedable_sampler=way == "seedable")
     accelerator = Accelerator(cpu=True, dataloader_config=loading)
     set_seed(7)
-    whole = accelerator.prepare(DataLoader(torch.arange(SAMPLES), BATCH, shuffle=True))
+    whole = accelerator.prepare(shuffled())
     step = 0
     if is_resumed:
         accelerator.load_state(str(folder))
@@ -54,7 +58,7 @@ def accelerate(way: str, folder: Path, is_resumed: bool) -> list[Used]:
     for epoch in range(EPOCHS):
         whole.set_epoch(epoch)
         loader = accelerator.skip_first_batches(whole, step) if 0 < step < STEPS else whole
-        for batch in loader:
+        for (batch,) in loader:
             used.append(Used(batch.tolist(), batch.tolist(), drawn()))
             step += 1
             if step == MIDDLE and not is_resumed:
@@ -74,9 +78,10 @@ def lightning(way: str, folder: Path, is_resumed: bool) -> list[Used]:
             super().__init__()
             self.layer = torch.nn.Linear(1, 1)
 
-        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
-            used.append(Used(batch.tolist(), batch.tolist(), drawn()))
-            return self.layer(batch.float()[:, None]).mean()
+        def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
+            samples = batch[0]
+            used.append(Used(samples.tolist(), samples.tolist(), drawn()))
+            return self.layer(samples.float()[:, None]).mean()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), 1e-4)
@@ -93,14 +98,12 @@ def lightning(way: str, folder: Path, is_resumed: bool) -> list[Used]:
         callbacks=[ModelCheckpoint(folder, "{step}", save_top_k=-1, **every)],
     )  # fmt: skip
     first = folder / f"step={STEPS if way == 'epochs' else MIDDLE}.ckpt"
-    loader = DataLoader(torch.arange(SAMPLES), BATCH, shuffle=True)
-    trainer.fit(Module(), loader, ckpt_path=first if is_resumed else None)
+    trainer.fit(Module(), shuffled(), ckpt_path=first if is_resumed else None)
     return used
 
 
 def transformers(way: str, folder: Path, is_resumed: bool) -> list[Used]:
     """`save_steps`, then `train(resume_from_checkpoint=True)` with the first checkpoint alone."""
-    from torch.utils.data import Dataset
     from transformers import Trainer, TrainingArguments
 
     used = []
