@@ -1,7 +1,7 @@
 """The audit in a test of one's own, and its GitHub Action: the steps run as a runner runs them."""
 
-import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +16,12 @@ from tandem.verify.audit import EXACT
 from tandem.verify.pytest import assert_resumes
 
 ROOT = Path(__file__).parents[2]
-ACTION = yaml.safe_load((ROOT / ".github" / "actions" / "verify-resume" / "action.yml").read_text())
+FOLDER = ROOT / ".github" / "actions" / "verify-resume"
+ACTION = yaml.safe_load((FOLDER / "action.yml").read_text())
+STEPS: list[dict[str, Any]] = ACTION["runs"]["steps"]
+INSTALL, AUDIT = range(2)
+INPUT = re.compile(r"\$\{\{ inputs\.([\w-]+) \}\}")
+BIN = Path(sys.executable).parent
 TRAINER = ROOT / "tests" / "programs" / "trainer.py"
 
 
@@ -39,27 +44,25 @@ def test_a_test_asserts_that_a_program_resumes(program: Path) -> None:
 
 
 class Runner:
-    """Runs steps of the action as GitHub's runner does, with its files in a folder."""
+    """Runs the steps of the action as GitHub's runner does, with its files in a folder."""
 
     def __init__(self, folder: Path, program: Path) -> None:
         self.folder = folder
         self.program = program
 
-    def step(self, **given: str) -> tuple[int, str]:
+    def step(self, number: int, **given: str) -> tuple[int, str]:
+        """Run a step, and return its exit code and what it prints."""
         inputs = {name: each.get("default", "") for name, each in ACTION["inputs"].items()} | given
-        (step,) = [each for each in ACTION["runs"]["steps"] if each.get("id") == "audit"]
         files = {"GITHUB_OUTPUT": "outputs", "GITHUB_STEP_SUMMARY": "summary", "RUNNER_TEMP": "."}
         own = {name: str(self.folder / file) for name, file in files.items()}
-        asked = {
-            name: inputs[text.removeprefix("${{ inputs.").removesuffix(" }}")]
-            for name, text in step["env"].items()
-        }
+        own |= {"GITHUB_ACTION_PATH": str(FOLDER), "PATH": f"{BIN}:{os.environ['PATH']}"}
+        for name, text in STEPS[number]["env"].items():
+            own[name] = inputs[INPUT.findall(text)[0]]
         # `shell: bash` of a composite action.
-        words = ["bash", "--noprofile", "--norc", "-e", "-o", "pipefail", "-c", step["run"]]
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        words = ["bash", "--noprofile", "--norc", "-e", "-o", "pipefail", "-c", STEPS[number]["run"]]
         done = subprocess.run(
-            words, cwd=self.program, env={**os.environ, **own, **asked, "PATH": path},
-            capture_output=True, text=True, timeout=patient(110),
+            words, cwd=self.program, env={**os.environ, **own}, capture_output=True, text=True,
+            timeout=patient(110),
         )  # fmt: skip
         return done.returncode, done.stdout + done.stderr
 
@@ -75,19 +78,29 @@ def runner(tmp_path: Path, program: Path) -> Runner:
 
 @pytest.mark.timeout(patient(120))
 def test_the_action_fails_for_a_bug_and_names_it(runner: Runner) -> None:
-    command = "python train.py 'optimizer-lost' 1"
-    code, said = runner.step(command=command, kills="1", outputs="model.pt\n*.jsonl")
+    code, said = runner.step(AUDIT, command="python train.py 'optimizer-lost' 1", trials="1")
     assert code == 1 and "trial 1 of 1" in said, said
-    report = json.loads(runner.read("verify-resume.json"))
-    assert [each["kind"] for each in report["kinds"]] == ["optimizer-lost"]
-    assert "verdict=differs\n" in runner.read("outputs") and "report=" in runner.read("outputs")
-    assert "- **optimizer state lost.** before step" in runner.read("summary")
+    assert runner.read("outputs") == "verdict=differs\n"
+    summary = runner.read("summary")
+    assert summary.startswith("### Resume: differs\n\n    verify-resume: python train.py ")
+    assert "\n    reason: optimizer state lost, in 1 of 1 killed runs\n" in summary
 
 
 @pytest.mark.timeout(patient(120))
 def test_the_action_passes_for_an_exact_program(runner: Runner) -> None:
-    code, said = runner.step(command="python train.py plain 1", kills="1")
-    assert code == 0 and "verdict=exact\n" in runner.read("outputs"), said
+    code, said = runner.step(AUDIT, command="python train.py plain 1", trials="1")
+    assert code == 0 and runner.read("outputs") == "verdict=exact\n", said
+    assert "### Resume: exact\n" in runner.read("summary")
+
+
+def test_a_verdict_that_is_not_exact_fails(runner: Runner) -> None:
+    """Exit code 0 of tandem includes noise of the program's own."""
+    noisy = runner.folder / "noisy"
+    noisy.write_text("#!/bin/sh\necho \"verdict: equal within the program's own noise; 3 of 3 are close\"\n")
+    noisy.chmod(0o755)
+    code, said = runner.step(AUDIT, command="python train.py", python=str(noisy))
+    assert code == 1 and "::error::the resume is not exact: equal within" in said, said
+    assert runner.read("outputs") == "verdict=equal within the program's own noise\n"
 
 
 @pytest.mark.parametrize(
@@ -95,19 +108,28 @@ def test_the_action_passes_for_an_exact_program(runner: Runner) -> None:
     [
         ({"command": "python train.py 'plain"}, "no closing quotation"),
         ({"command": "python train.py", "nproc": "2"}, "--launcher"),
-        ({"command": "no-such-command $(touch ran)"}, "command not found"),
+        ({"command": "python train.py", "trials": "many"}, "--kills"),
+        ({"command": "no-such-command $(touch ran)"}, "no-such-command"),
     ],
 )
 def test_mistakes_are_one_line(runner: Runner, given: dict[str, str], said: str) -> None:
-    code, text = runner.step(**given)
-    assert code == 2 and said in text and "verdict" not in runner.read("outputs"), text
+    code, text = runner.step(AUDIT, **given)
+    assert code == 2 and said in text and "verdict=e" not in runner.read("outputs"), text
     assert not (runner.program / "ran").exists()
+
+
+def test_the_action_installs_the_release_that_it_is_part_of(runner: Runner) -> None:
+    pip = runner.folder / "pip"
+    pip.write_text('#!/bin/sh\nfor word; do echo "$word"; done\n')
+    pip.chmod(0o755)
+    code, said = runner.step(INSTALL, python=str(pip))
+    *words, source = said.splitlines()
+    assert code == 0 and words[:3] == ["-m", "pip", "install"]
+    assert Path(source).resolve() == ROOT and (ROOT / "pyproject.toml").exists()
 
 
 def test_what_is_given_is_no_code() -> None:
     """`${{ inputs... }}` in a shell's text would be run; in `env:` it is text."""
-    steps: list[dict[str, Any]] = ACTION["runs"]["steps"]
-    assert all("${{" not in step["run"] and step["shell"] == "bash" for step in steps)
-    used = {text for step in steps for text in step.get("env", {}).values()}
-    asked = {f"${{{{ inputs.{name} }}}}" for name in ACTION["inputs"]} - {"${{ inputs.working-directory }}"}
-    assert used == asked
+    assert all("${{" not in step["run"] and step["shell"] == "bash" for step in STEPS)
+    used = {text for step in STEPS for text in step["env"].values()} | {STEPS[AUDIT]["working-directory"]}
+    assert used == {f"${{{{ inputs.{name} }}}}" for name in ACTION["inputs"]}
