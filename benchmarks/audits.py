@@ -66,10 +66,10 @@ def python() -> str:
     return found
 
 
-def said(*command: str) -> str:
+def said(*command: str, folder: str | None = None) -> str:
     """Return the standard output of a command; exit code 1 is a verdict."""
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, cwd=folder, env=environ, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode not in (0, 1):
         raise subprocess.CalledProcessError(done.returncode, command)
     return done.stdout
@@ -79,9 +79,9 @@ def audited(way: Way, kills: int) -> dict[str, Any]:
     """Return the verdict on one way, without paths of this machine."""
     with tempfile.TemporaryDirectory(prefix="tandem-audits-") as folder:
         program = shutil.copy(PROGRAMS / f"audit_{way.framework}.py", folder)
-        # The program is small, so the audit can copy its directory.
-        command = f"cd {folder} && exec {sys.executable} -m tandem verify-resume --json --kills {kills} -- "
-        found = json.loads(said("sh", "-c", f"{command}{python()} {Path(program).name} {way.kind}"))
+        # The program is alone there, because the audit copies its directory.
+        audit = (sys.executable, "-m", "tandem", "verify-resume", "--json", "--kills", str(kills), "--")
+        found = json.loads(said(*audit, python(), Path(program).name, way.kind, folder=folder))
     return {key: found[key] for key in ("verdict", "why", "kinds", "trials")}
 
 

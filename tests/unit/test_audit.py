@@ -336,6 +336,8 @@ def test_every_kind_has_a_title_and_a_fix() -> None:
 def test_launchers_start_the_command_unchanged() -> None:
     assert launched(["python", "train.py"], "none", 1) == ["python", "train.py"]
     assert launched(["train.py"], "none", 1) == [sys.executable, "train.py"]
+    # A copy of the directory has no virtual environment.
+    assert launched([".venv/bin/python", "x"], "none", 1) == [os.path.abspath(".venv/bin/python"), "x"]
     words = launched(["/env/bin/python", "train.py", "--lr", "1"], "torchrun", 2)
     assert words[:3] == ["/env/bin/python", "-m", "torch.distributed.run"] and "--nproc-per-node=2" in words
     assert words[-4:] == ["/env/bin/python", "train.py", "--lr", "1"]

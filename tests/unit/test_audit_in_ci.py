@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from patience import patient
-from tandem.verify.audit import EXACT
+from tandem.verify.audit import EXACT, NOISE
 from tandem.verify.pytest import assert_resumes
 
 ROOT = Path(__file__).parents[2]
@@ -76,9 +76,18 @@ def runner(tmp_path: Path, program: Path) -> Runner:
     return Runner(tmp_path, program)
 
 
+def python_that(runner: Runner, does: str) -> str:
+    """Write a program to use as the input `python`, and return its path from the program's directory."""
+    path = runner.folder / "env" / "python"
+    path.parent.mkdir()
+    path.write_text(f"#!/bin/bash\n{does}\n")
+    path.chmod(0o755)
+    return os.path.relpath(path, runner.program)
+
+
 @pytest.mark.timeout(patient(120))
 def test_the_action_fails_for_a_bug_and_names_it(runner: Runner) -> None:
-    code, said = runner.step(AUDIT, command="python train.py 'optimizer-lost' 1", trials="1")
+    code, said = runner.step(AUDIT, command="python train.py 'optimizer-lost' 1", kills="1")
     assert code == 1 and "trial 1 of 1" in said, said
     assert runner.read("outputs") == "verdict=differs\n"
     summary = runner.read("summary")
@@ -86,21 +95,15 @@ def test_the_action_fails_for_a_bug_and_names_it(runner: Runner) -> None:
     assert "\n    reason: optimizer state lost, in 1 of 1 killed runs\n" in summary
 
 
-@pytest.mark.timeout(patient(120))
-def test_the_action_passes_for_an_exact_program(runner: Runner) -> None:
-    code, said = runner.step(AUDIT, command="python train.py plain 1", trials="1")
-    assert code == 0 and runner.read("outputs") == "verdict=exact\n", said
-    assert "### Resume: exact\n" in runner.read("summary")
-
-
-def test_a_verdict_that_is_not_exact_fails(runner: Runner) -> None:
-    """Exit code 0 of tandem includes noise of the program's own."""
-    noisy = runner.folder / "noisy"
-    noisy.write_text("#!/bin/sh\necho \"verdict: equal within the program's own noise; 3 of 3 are close\"\n")
-    noisy.chmod(0o755)
-    code, said = runner.step(AUDIT, command="python train.py", python=str(noisy))
-    assert code == 1 and "::error::the resume is not exact: equal within" in said, said
-    assert runner.read("outputs") == "verdict=equal within the program's own noise\n"
+@pytest.mark.parametrize("verdict", [EXACT, NOISE])
+def test_the_action_passes_when_tandem_does(runner: Runner, verdict: str) -> None:
+    says = python_that(runner, f'printf "<%s>" "$@"; echo; echo "verdict: {verdict}; 3 of 3 killed runs"')
+    command = "python train.py \\\n  --name 'two words' \"$(touch ran)\" \\\n  *\n"
+    code, said = runner.step(AUDIT, command=command, python=says)
+    assert code == 0 and runner.read("outputs") == f"verdict={verdict}\n"
+    assert said.partition("<-->")[2].startswith("<python><train.py><--name><two words><$(touch ran)><*>\n")
+    assert runner.read("summary").startswith(f"### Resume: {verdict}\n")
+    assert not (runner.program / "ran").exists()
 
 
 @pytest.mark.parametrize(
@@ -108,28 +111,36 @@ def test_a_verdict_that_is_not_exact_fails(runner: Runner) -> None:
     [
         ({"command": "python train.py 'plain"}, "no closing quotation"),
         ({"command": "python train.py", "nproc": "2"}, "--launcher"),
-        ({"command": "python train.py", "trials": "many"}, "--kills"),
-        ({"command": "no-such-command $(touch ran)"}, "no-such-command"),
+        ({"command": "python train.py", "kills": "many"}, "--kills"),
+        ({"command": "no-such-command"}, "no-such-command"),
+        ({"command": ""}, "command not found"),
     ],
 )
 def test_mistakes_are_one_line(runner: Runner, given: dict[str, str], said: str) -> None:
     code, text = runner.step(AUDIT, **given)
-    assert code == 2 and said in text and "verdict=e" not in runner.read("outputs"), text
-    assert not (runner.program / "ran").exists()
+    assert code == 2 and said in text and len(text.splitlines()) == 1, text
+    assert runner.read("outputs") in ("", "verdict=\n")
 
 
-def test_the_action_installs_the_release_that_it_is_part_of(runner: Runner) -> None:
-    pip = runner.folder / "pip"
-    pip.write_text('#!/bin/sh\nfor word; do echo "$word"; done\n')
-    pip.chmod(0o755)
-    code, said = runner.step(INSTALL, python=str(pip))
+def test_the_action_installs_its_release_beside_the_torch_of_the_program(runner: Runner) -> None:
+    pip = 'if [ "$3" = list ]; then printf "numpy==2.0\ntorch==2.9.1+cpu\n"; else printf "%s\n" "$@"; fi'
+    code, said = runner.step(INSTALL, python=python_that(runner, pip))
     *words, source = said.splitlines()
     assert code == 0 and words[:3] == ["-m", "pip", "install"]
+    assert Path(words[words.index("--constraint") + 1]).read_text() == "torch==2.9.1+cpu\n"
     assert Path(source).resolve() == ROOT and (ROOT / "pyproject.toml").exists()
+
+
+@pytest.mark.parametrize("pip", ["echo numpy==2.0", "exit 1"], ids=["no torch", "no pip"])
+def test_no_torch_is_downloaded_for_a_program_that_has_none(runner: Runner, pip: str) -> None:
+    code, said = runner.step(INSTALL, python=python_that(runner, pip))
+    assert code == 2 and "no pip or no torch" in said and len(said.splitlines()) == 1
 
 
 def test_what_is_given_is_no_code() -> None:
     """`${{ inputs... }}` in a shell's text would be run; in `env:` it is text."""
     assert all("${{" not in step["run"] and step["shell"] == "bash" for step in STEPS)
+    # Relative paths mean the same in both steps.
+    assert STEPS[INSTALL]["working-directory"] == STEPS[AUDIT]["working-directory"]
     used = {text for step in STEPS for text in step["env"].values()} | {STEPS[AUDIT]["working-directory"]}
     assert used == {f"${{{{ inputs.{name} }}}}" for name in ACTION["inputs"]}
