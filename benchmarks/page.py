@@ -266,9 +266,30 @@ def _peers(results: Path) -> str:
     return "\n".join([peers_table.render(found), *(about if len(about) > 1 else ["", *titles])])
 
 
+def _audits(results: Path) -> str:
+    found = _load(results, "audits")
+    rows = []
+    for row in found["rows"]:
+        kinds = "; ".join(f"{each['title']}: {each['evidence']}" for each in row["kinds"])
+        bad = sum(trial["difference"] is not None for trial in row["trials"])
+        issue = f" ([{row['issue'].split('/')[-1]}]({row['issue']}))" if row["issue"] else ""
+        rows.append(
+            (
+                f"{row['framework']} {row['version']}",
+                row["way"],
+                f"**{row['verdict']}**, {bad} of {len(row['trials'])} killed runs differ",
+                f"{kinds}{issue}",
+                row["confirmed"],
+            )
+        )
+    head = ("framework", "way", "verdict", "reason (public issue)", "without the audit")
+    return f"{_table(head, rows)}\n\n{_measured_on(found['machine'])}"
+
+
 FIGURES: dict[str, Callable[[Path], str]] = {
     "readme": _readme,
     "peers": _peers,
+    "audits": _audits,
     "gradient-compression": _compression,
     "monitoring": _monitoring,
     "dp-shares": _shares,

@@ -117,6 +117,7 @@ QUESTIONS = (
         "gradient_compression.json",
         place="gradient-compression.md#when-it-helps",
     ),
+    Question("Audits of frameworks", "audits.py", "audits.json", place="audit.md#current-releases"),
     Question("tandem and its peers", "peers.py", "peers.json", place="compared.md#one-rank-killed"),
     Question("Monitoring", "monitoring.py", "monitoring.json", place="monitoring.md#what-it-costs"),
     Question(

@@ -8,6 +8,7 @@ and so does one that imports no torch. With TEST_FORKS=0 (make soak) all do.
 
 import atexit
 import ctypes
+import importlib
 import io
 import os
 import selectors
@@ -27,6 +28,8 @@ READ_BY_IMPORTS = (
     "OMP", "GOMP", "MKL", "KMP", "TORCH", "PYTORCH", "PYTHON", "LD_", "LC_", "LANG", "CUDA", "NCCL", "NVIDIA",
     "GLOO", "MALLOC", "GLIBC", "TZ", "PROMETHEUS", "PATH",
 )  # fmt: skip
+IMPORTS = "TEST_FORKS_IMPORT"
+"""The variable with the names of further modules that the process imports before it forks."""
 ROOM = 64 * 1024  # for the environment, and for the words, of the process as proc(5) shows them
 PADDING = "ROOM_FOR_THE_ENVIRONMENT"
 START = "import sys; sys.path.insert(0, sys.argv.pop(1)); import forked; forked.run(*forked.serve())"
@@ -175,6 +178,8 @@ def _import() -> None:
     from tandem.torch_private import import_what_ddp_imports
 
     import_what_ddp_imports()
+    for name in os.environ.get(IMPORTS, "").split():
+        importlib.import_module(name)
     for name in [name for name in sys.modules if name.partition(".")[0] == "tandem"]:
         del sys.modules[name]
 

@@ -39,7 +39,7 @@ _FROM_TRAINJOB = (
     "# With it in the cluster, a TrainJob has ten lines: docs/kubernetes.md.\n"
 )
 JOBSET_NAME = "jobset.sigs.k8s.io/jobset-name"
-_OWNED = re.compile(r"(github\.com/|--repo )[A-Za-z0-9-]+(/tandem\b)")
+_OWNED = re.compile(r"(github\.com/|--repo |uses: )[A-Za-z0-9-]+(/tandem\b)")
 
 
 class _Dumper(yaml.SafeDumper):

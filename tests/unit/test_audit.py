@@ -21,12 +21,12 @@ from patience import patient
 from tandem import cli
 from tandem.errors import ConfigError, RunFailedError
 from tandem.signals import StopFlag
-from tandem.verify import audit_files, audit_logs
+from tandem.verify import audit_files, audit_logs, audit_observer
 from tandem.verify.audit import DIFFERS, EXACT, UNJUDGED, Audit, AuditOptions, AuditVerdict
 from tandem.verify.audit_compare import Leftovers, Reference
 from tandem.verify.audit_kinds import KINDS, from_logs, from_names
 from tandem.verify.audit_runner import Audited, launched
-from tandem.verify.audit_steps import Baseline, Step, align
+from tandem.verify.audit_steps import Baseline, Step, align, read_steps
 
 TRAINER = Path(__file__).parents[1] / "programs" / "trainer.py"
 BUGS = {
@@ -214,6 +214,58 @@ def test_a_repeatable_run_allows_no_difference(tmp_path: Path) -> None:
     assert reference.compare(left(tmp_path, "near", 1.0000001, 0.5)).tensors == ["a.pt:w"]
 
 
+def test_a_number_that_the_kill_has_lost_from_a_log_is_no_difference(tmp_path: Path) -> None:
+    one, two, three = (left(tmp_path, name, 1.0, 0.5) for name in ("one", "two", "three"))
+    gap = Leftovers(three.folder, three.files, {"loss": {2.0: 0.5}})
+    found = Reference(one, two).compare(gap)
+    assert not found and found.lost == 1
+    early = Leftovers(three.folder, three.files, {"loss": {1.0: 1.0}})
+    assert Reference(one, two).compare(early).first_step == 2.0, "the end of a log is no gap"
+
+
+def fetched_ahead(observer: Any, batches: list[torch.Tensor]) -> None:
+    for position, batch in enumerate(batches):
+        observer.after_fetch(1, [position], {"x": batch})
+
+
+def test_batches_that_a_framework_fetches_ahead_keep_their_positions(tmp_path: Path) -> None:
+    observer = audit_observer.Observer(torch, str(tmp_path))
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [torch.randn(2, 3) for _ in range(3)]
+    fetched_ahead(observer, batches[:2])
+    for at in range(3):
+        if at == 1:
+            fetched_ahead(observer, batches)
+        observer.before_forward(model, (batches[at],))
+        model(batches[at]).sum().backward()
+        observer.before_step(optimizer, (optimizer,), {})
+    (steps,) = read_steps(tmp_path)[0]
+    assert [step.indices for step in steps] == [(0,), (1,), (2,)]
+
+
+def test_a_step_with_a_closure_has_the_passes_of_its_closure(tmp_path: Path) -> None:
+    """As in Lightning, or with LBFGS, which calls it several times."""
+    observer = audit_observer.Observer(torch, str(tmp_path))
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    for batch in (torch.randn(2, 3), torch.randn(2, 3)):
+
+        def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+            optimizer.zero_grad()
+            observer.before_forward(model, (batch,))
+            loss: torch.Tensor = model(batch).square().sum()
+            loss.backward()
+            return loss
+
+        changed = observer.before_step(optimizer, (optimizer,), {"closure": closure})
+        assert changed is not None
+        optimizer.step(**changed[1])
+    (steps,) = read_steps(tmp_path)[0]
+    assert len(steps) == 2 and all(len(step.inputs) == 1 for step in steps)
+    assert steps[0].inputs != steps[1].inputs and steps[0].grads != steps[1].grads
+
+
 def run_of(steps: int, world: int = 1) -> list[Step]:
     return [Step(params=(str(at),), lr=(0.1,), inputs=(str(at),), world=world) for at in range(steps)]
 
@@ -223,6 +275,33 @@ def test_a_change_of_the_world_size_is_noticed() -> None:
     found = align(baseline, [run_of(4), run_of(6, world=2)[3:]], finished=True)
     assert found.resumed_at == [4]
     assert [each.kind for each in found.findings] == ["world"]
+
+
+def test_a_second_restart_has_no_findings_of_the_first() -> None:
+    """Its weights are those that were saved, and already others than in the uninterrupted run."""
+    before = [Step(params=(str(at),), grads=str(at), inputs=(str(at),)) for at in range(9)]
+    after = [Step(params=(f"{at}b",), grads=f"{at}b", inputs=(str(at),)) for at in range(9)]
+    lost = [Step(params=("3",), grads="3b", inputs=("3",), rng=(("torch", "b"),)), *after[4:7]]
+    found = align(Baseline(before, before), [before[:5], lost, after[5:]], finished=True)
+    assert found.resumed_at == [4, 6] and [each.kind for each in found.findings] == ["random"]
+
+
+def test_a_process_that_is_killed_soon_shows_which_batch_it_began_with() -> None:
+    """Not that samples are skipped, nor another order where the batch is that of an earlier epoch."""
+    batches = ["a", "b", "c", "d", "e", "f"]
+    base = [
+        Step(
+            params=(str(at),), grads=str(at), inputs=(batch,), indices=(2 * at % 6, 2 * at % 6 + 1),
+            data_pass=at // 3,
+        )  # fmt: skip
+        for at, batch in enumerate(batches)
+    ]
+    killed = Step(params=("3",), grads="x", inputs=("a",), data_pass=0)
+    found = align(Baseline(base, base), [base[:5], [killed]], finished=False)
+    assert [each.kind for each in found.findings] == ["order-repeats"]
+    other = Step(params=("4",), grads="x", inputs=("z",), indices=(1, 2), data_pass=0)
+    found = align(Baseline(base, base), [base[:5], [other]], finished=False)
+    assert [each.kind for each in found.findings] == ["random"]
 
 
 def test_noise_gives_no_findings() -> None:
@@ -257,6 +336,8 @@ def test_every_kind_has_a_title_and_a_fix() -> None:
 def test_launchers_start_the_command_unchanged() -> None:
     assert launched(["python", "train.py"], "none", 1) == ["python", "train.py"]
     assert launched(["train.py"], "none", 1) == [sys.executable, "train.py"]
+    # A copy of the directory has no virtual environment.
+    assert launched([".venv/bin/python", "x"], "none", 1) == [os.path.abspath(".venv/bin/python"), "x"]
     words = launched(["/env/bin/python", "train.py", "--lr", "1"], "torchrun", 2)
     assert words[:3] == ["/env/bin/python", "-m", "torch.distributed.run"] and "--nproc-per-node=2" in words
     assert words[-4:] == ["/env/bin/python", "train.py", "--lr", "1"]

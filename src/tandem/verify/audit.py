@@ -16,6 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePath
 
 from tandem.errors import FAILED, FINISHED, RunFailedError
+from tandem.log import counted
 from tandem.signals import StopFlag
 from tandem.verify import audit_logs
 from tandem.verify.audit_compare import TOO_NOISY, Difference, Leftovers, Reference, damaged
@@ -62,6 +63,8 @@ class AuditTrial:
     first_step: float | None = None
     findings: list[AuditFinding] = field(default_factory=list)
     is_noisy: bool = False
+    lost: int = 0
+    """Logged numbers that the kill has lost."""
 
     def __str__(self) -> str:
         killed = " and ".join(f"step {step}" if step else "an unknown step" for step in self.killed_at)
@@ -69,6 +72,8 @@ class AuditTrial:
             "an unknown step" if step is None else f"step {step}" for step in self.resumed_at
         )
         equal = "equal within noise" if self.is_noisy else "same tensors and numbers"
+        if self.lost:
+            equal += f", without {counted(self.lost, 'logged number')} from before the kill"
         return f"killed in {killed}, resumed at {resumed or 'an unknown step'}: {self.difference or equal}"
 
     def as_json(self) -> dict[str, object]:
@@ -262,6 +267,7 @@ class Audit:
         difference = reference.compare(killed)
         trial.is_noisy = difference.within_noise > 0
         trial.first_step = difference.first_step
+        trial.lost = difference.lost
         # Which steps were done does not depend on noise.
         certain = [each for each in aligned.findings if each.kind in ("skipped", "repeated", "fewer-steps")]
         if difference:

@@ -47,6 +47,8 @@ class Difference:
     """(step, name, value or None if it is missing, the baseline's value): the first of each name."""
     within_noise: int = 0
     logged: int = 0
+    lost: int = 0
+    """Numbers that are missing in the middle of a log: the kill came before they were written."""
 
     @property
     def first_step(self) -> float | None:
@@ -143,12 +145,15 @@ class Reference:
 
     def _compare_logs(self, found: Difference, killed: Series) -> None:
         for name, series in self._one.logs.items():
+            theirs = killed.get(name, {})
             for step in sorted(series):
-                before, now = series[step], killed.get(name, {}).get(step)
+                before, now = series[step], theirs.get(step)
                 if now is not None and is_same(before, now):
                     found.logged += 1
                 elif now is not None and self._is_noise(name, before, now):
                     found.within_noise += 1
+                elif now is None and step < max(theirs, default=step):
+                    found.lost += step in self._other.logs.get(name, {})
                 # A step that only one of two equal runs has logged shows nothing.
                 elif now is not None or step in self._other.logs.get(name, {}):
                     found.logs.append((step, name, now, before))

@@ -12,7 +12,7 @@ A line is a JSON object. Each digest is 16 hexadecimal digits:
     grads    all their gradients
     lr       the learning rate of each parameter group
     inputs   what the model received in each forward pass before the step; rows: each of its samples
-    indices  the positions in the dataset of the last batch of a DataLoader
+    indices  the positions in the dataset of these batches, if they are from a DataLoader
     pass     counts the passes over a DataLoader
     rng      the random states before the first forward pass, by library
     buffers  the buffers of the model, such as BatchNorm's statistics
@@ -28,7 +28,8 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 FOLDER = "TANDEM_AUDIT_STEPS"
@@ -37,6 +38,8 @@ MOST_STEPS = 20_000
 MOST_BYTES = 2**20
 """Of a larger tensor, evenly spaced elements are digested: a lost state differs everywhere."""
 MOST_ROWS = 256
+MOST_AHEAD = 16
+"""How many batches a framework may fetch before it uses the first of them."""
 
 
 def digest(parts: Iterable[bytes]) -> str:
@@ -47,15 +50,19 @@ def digest(parts: Iterable[bytes]) -> str:
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[Any]:
-    """Yield the tensors in nested lists, tuples and dicts."""
+    """Yield the tensors in nested lists, tuples and mappings."""
     if hasattr(value, "untyped_storage"):
         yield value
-    elif depth < 4 and isinstance(value, dict):
+    elif depth < 4 and isinstance(value, Mapping):
         for each in value.values():
             yield from tensors_in(each, depth + 1)
     elif depth < 4 and isinstance(value, list | tuple):
         for each in value:
             yield from tensors_in(each, depth + 1)
+
+
+def _parameters(optimizer: Any) -> list[Any]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 class Observer:
@@ -67,7 +74,7 @@ class Observer:
         self._file: int | None = None
         self._optimizers: dict[int, int] = {}
         self._count = 0
-        self.batch: tuple[int, Sequence[object]] | None = None
+        self._batches: deque[tuple[int, Sequence[object], set[str]]] = deque(maxlen=MOST_AHEAD)
         self.scale: float | None = None
         self._forget()
 
@@ -101,22 +108,80 @@ class Observer:
     def _record_inputs(self, inputs: Any) -> None:
         found = list(tensors_in(inputs))
         self._inputs.append(digest(self._bytes(each) for each in found))
+        if self._batches:
+            self._record_position({digest([self._bytes(each)]) for each in found})
         first = found[0].detach()
         if first.dim() and len(first) <= MOST_ROWS:
             first = first.cpu()
             self._rows += [digest([self._bytes(row)]) for row in first]
-        if self.batch is not None:
-            self._pass, indices = self.batch
-            self._indices += indices if len(indices) <= MOST_ROWS else ()
 
-    def before_step(self, optimizer: Any, *_: Any) -> None:
-        """Write the line of one step; a hook of every optimizer."""
+    def _record_position(self, inputs: set[str]) -> None:
+        """Find the batch that the model received: frameworks fetch further ones before they use the first."""
+        last, *ahead = self._batches
+        # The batch that was found last comes last, because most are used once.
+        found = max([*ahead, last], key=lambda each: len(inputs & each[2]))
+        if not inputs & found[2]:  # the program has changed it: augmented, split or moved
+            found = self._batches[-1]
+        while self._batches[0] is not found:
+            self._batches.popleft()
+        self._pass, indices, _ = found
+        self._indices += indices if len(indices) <= MOST_ROWS else ()
+
+    def forget_batches(self) -> None:
+        """Leave out positions until the next batch: one could not be read."""
+        self._batches.clear()
+
+    def after_fetch(self, data_pass: int, indices: Any, batch: Any) -> None:
+        """Record a batch of a DataLoader."""
+        is_plain = isinstance(indices, list | tuple) and all(isinstance(each, int) for each in indices)
+        tensors = {digest([self._bytes(each)]) for each in tensors_in(batch)}
+        self._batches.append((data_pass, indices if is_plain else (), tensors))
+
+    def before_step(
+        self, optimizer: Any, arguments: Sequence[Any], options: Mapping[str, Any]
+    ) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
+        """Write the line of one step; a hook of every optimizer.
+
+        A closure does the forward and backward pass inside the step, as in Lightning. The line is then
+        written after it; the result replaces the arguments of the step.
+        """
         if self._count >= MOST_STEPS:
-            return
+            return None
         self._count += 1
         try:
             with self._torch.no_grad():
-                line = json.dumps(self._step(optimizer))
+                before = self._before(optimizer)
+            closure = options.get("closure") or (arguments[1] if len(arguments) > 1 else None)
+            if not callable(closure):
+                self._write(optimizer, before)
+                return None
+            observed = self._observed(optimizer, before, closure)
+        except Exception:  # the program must not notice
+            self._forget()
+            return None
+        if options.get("closure"):
+            return arguments, {**options, "closure": observed}
+        return (arguments[0], observed, *arguments[2:]), options
+
+    def _observed(
+        self, optimizer: Any, before: Mapping[str, Any], closure: Callable[[], Any]
+    ) -> Callable[[], Any]:
+        lines = iter([before])
+
+        def observed() -> Any:
+            self._forget()
+            found = closure()
+            # Some optimizers call it several times.
+            for line in lines:
+                self._write(optimizer, line)
+            return found
+
+        return observed
+
+    def _write(self, optimizer: Any, before: Mapping[str, Any]) -> None:
+        try:
+            with self._torch.no_grad():
+                line = json.dumps({**before, **self._passes(optimizer)})
             # One write per line, so that SIGKILL loses at most the last one.
             os.write(self._open(), f"{line}\n".encode())
         except Exception:  # the program must not notice
@@ -124,19 +189,26 @@ class Observer:
         finally:
             self._forget()
 
-    def _step(self, optimizer: Any) -> dict[str, Any]:
+    def _before(self, optimizer: Any) -> dict[str, Any]:
+        """Describe what the step begins with."""
         groups = optimizer.param_groups
-        params = [each for group in groups for each in group["params"]]
-        grads = [digest([self._bytes(each.grad)]) for each in params if each.grad is not None]
+        params = _parameters(optimizer)
         return {
             "opt": self._optimizers.setdefault(id(optimizer), len(self._optimizers)),
             "params": [digest([self._bytes(each)]) for each in params],
-            # Sorted, because a restart may list the parameters in another order.
-            "grads": digest(each.encode() for each in sorted(grads)),
             "state": [
                 self._state(optimizer.state[each]) if each in optimizer.state else "" for each in params
             ],
             "lr": [float(group.get("lr", 0.0)) for group in groups],
+        }
+
+    def _passes(self, optimizer: Any) -> dict[str, Any]:
+        """Describe the forward and backward passes of the step."""
+        params = _parameters(optimizer)
+        grads = [digest([self._bytes(each.grad)]) for each in params if each.grad is not None]
+        return {
+            # Sorted, because a restart may list the parameters in another order.
+            "grads": digest(each.encode() for each in sorted(grads)),
             "inputs": self._inputs,
             "rows": self._rows,
             "indices": self._indices,
@@ -217,9 +289,10 @@ def observe_loaders(observer: Observer, dataloader: Any) -> None:
             self._audit_pass = next(passes)
         # Workers fetch ahead, but a loader returns batches in the order of their indices.
         fetched = self.__dict__.get("_audit_fetched") or [()]
-        indices = fetched.pop(0)
-        is_plain = isinstance(indices, list | tuple) and all(isinstance(each, int) for each in indices)
-        observer.batch = (self._audit_pass, indices if is_plain else ())
+        try:
+            observer.after_fetch(self._audit_pass, fetched.pop(0), found)
+        except Exception:  # the program must not notice
+            observer.forget_batches()
         return found
 
     def with_reset(self: Any, *arguments: Any, **options: Any) -> Any:

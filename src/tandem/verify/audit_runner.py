@@ -41,6 +41,9 @@ def launched(command: Sequence[str], launcher: str, nproc: int) -> list[str]:
     python = sys.executable
     if words[0].endswith(".py"):
         words.insert(0, python)
+    if set(Path(words[0]).parts) & set(NOT_COPIED):
+        # Such as .venv/bin/python. Not resolved, because its link names the virtual environment.
+        words[0] = os.path.abspath(words[0])
     if Path(words[0]).name.startswith("python"):
         # The launcher of the environment in which the program runs.
         python = words[0]

@@ -167,6 +167,7 @@ class _Restart:
         self._steps = steps
         self._at = at
         self._rank = rank
+        self._ended = ended
         # How many steps are missing at the end; negative if there are more than planned.
         self._missing = len(self._base) - at - len(steps) if ended else 0
         self._moved_to: int | None = None
@@ -278,7 +279,9 @@ class _Restart:
         name = "indices" if has_indices and self._baseline.repeats("indices") else "inputs"
         wanted = [getattr(step, name) for step in self._steps[first : first + 2]]
         inputs = [getattr(step, name) for step in self._base]
-        places = [at for at in range(len(inputs)) if inputs[at : at + 2] == wanted[: len(inputs) - at]]
+        places = [
+            at for at in range(len(inputs)) if inputs[at : at + len(wanted)] == wanted[: len(inputs) - at]
+        ]
         if start in places:
             return start
         return min(places, key=lambda place: abs(place - self._at - first), default=None)
@@ -308,7 +311,10 @@ class _Restart:
         has_length = now is not None and end - at == sum(
             step.data_pass == now for step in self._steps[first:]
         )
-        if due == got or (not got - epoch and (at == start or (has_length and not self._missing))):
+        # A process that was killed soon shows too little to tell whether they were skipped.
+        is_short = not self._ended and len(self._steps) - first < end - at
+        is_order = at == start or is_short or (has_length and not self._missing)
+        if due == got or (not got - epoch and is_order):
             text = f"the samples from step {at + 1} on have another order than in the uninterrupted run"
             return self._finding("random", text, at)
         if self._missing > 0 and at > start:
@@ -355,7 +361,9 @@ class _Restart:
 
     def _other(self) -> list[AuditFinding]:
         first = self._first("grads")
-        if first is None or not self._baseline.repeats("params"):
+        # An earlier restart may have changed the weights already.
+        is_same = self._steps[0].weights == self._base[self._at].weights
+        if first is None or not is_same or not self._baseline.repeats("params"):
             return []
         text = f"step {self._at + first + 1} has other gradients, with the same batch and random states"
         return [self._finding("other", text, self._at + first)]
