@@ -245,6 +245,10 @@ TRACKER_SECONDS = 2.0
 """Between two reads of new rows by the tracker's process: as fresh as the page, one small read of a file."""
 TRACKER_LONGEST_PAUSE_SECONDS = 60.0
 """The longest pause between attempts at a tracker that does not answer; they start at 2 s and double."""
+TRACKER_RESTART_SECONDS = 1.0
+"""Before a tracker's process that was killed is started again; the pause doubles."""
+OTEL_FILE_SECONDS = 1.0
+"""Between two writes of the metrics for OpenTelemetry: so much of them is lost with a killed agent."""
 TRACKER_END_SECONDS = 30.0
 """For the last rows at the end of a launch: one request of TRACKER_REQUEST_SECONDS, and one retry."""
 TRACKER_REQUEST_SECONDS = 8

@@ -273,6 +273,16 @@ class JournalReader:
                 yield self._at, record
 
 
+class Upload(Protocol):
+    """What sends a run somewhere. `send` and `end` may raise anything; what they have not sent is kept."""
+
+    def send(self) -> int: ...
+
+    def end(self, state: str) -> None: ...
+
+    def words(self, error: Exception) -> str: ...
+
+
 class Sending:
     """Sends the rest of a run to the tracker `name`."""
 
@@ -354,7 +364,7 @@ class Sending:
         write_json_atomic(self._run.folder / layout.TRACKER, {**others, self._name: asdict(mark)})
 
 
-def follow(sending: Sending, name: str, until: Callable[[float], str | None]) -> bool:
+def follow(sending: Upload, name: str, until: Callable[[float], str | None]) -> bool:
     """Send until `until(seconds)` returns the launch's final state; return True if everything was sent.
 
     A tracker that does not answer costs one warning, and is retried at increasing intervals.
@@ -383,7 +393,7 @@ def follow(sending: Sending, name: str, until: Callable[[float], str | None]) ->
             pause = min(max(2 * pause, TRACKER_SECONDS), TRACKER_LONGEST_PAUSE_SECONDS)
 
 
-def follow_launch(sending: Sending, name: str, config: Mapping[str, object], run: RunDir) -> bool:
+def follow_launch(sending: Upload, name: str, config: Mapping[str, object], run: RunDir) -> bool:
     """Run `follow` until the launch closes this process's standard input, after writing its final state.
 
     What the tracker's packages print goes to log/tracker.log.
