@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from hashlib import sha256
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -39,7 +40,9 @@ INTERVAL_SECONDS = 60.0
 AT_ONCE = 512
 MOST_ROUNDS = 20
 """So many requests for one file, before the others have their turn again."""
-MOST_GENERATIONS = 100
+MOST_BEGUN = 200
+SAVES = {"checkpoint": ledger.FINISHED, "checkpoint_failed": ledger.FAILED}
+"""Events about saves, and the cause of the span's end."""
 NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
@@ -148,13 +151,14 @@ class Position:
 
         self.identity: str = typed("identity", str, str(uuid4()))
         self.spans: list[int] | None = typed("spans", list, None)
+        self.events: list[int] | None = typed("events", list, None)
         self.logs: dict[str, Any] = typed("logs", dict, {})
         self.metrics: float = typed("metrics", float, 0.0)
         self.trace: str = typed("trace", str, "")
         self.run: str = typed("run", str, "")
         self.last: float = typed("last", float, 0.0)
         self.open: dict[str, Any] = typed("open", dict, {})
-        self.generations: list[list[Any]] = typed("generations", list, [])
+        self.begun: list[list[Any]] = typed("begun", list, [])  # time, trace and span of runs and generations
 
     def take(self, line: bytes) -> Iterator[Span]:
         """Process a line of otel-spans.jsonl; yield the spans that end with it. A bad line is skipped."""
@@ -166,8 +170,7 @@ class Position:
                 case "begin":
                     self.open[record["span"]] = record
                     if record["name"] == "generation":
-                        known = [*self.generations, [record["time"], self.trace, record["span"]]]
-                        self.generations = known[-MOST_GENERATIONS:]
+                        self._began(record)
                 case "end" if record["span"] in self.open:
                     begin = self.open.pop(record["span"])
                     yield self._ended(begin, record["time"], record["cause"], record["attributes"])
@@ -180,9 +183,28 @@ class Position:
         linked = [self.trace, self.run] if self.run else None
         self.trace, self.run = str(record["trace"]), str(record["span"])
         self.open = {self.run: {**record, "name": "run", "parent": "", "linked": linked}}
-        self.generations = []
+        self._began(record)
         for name, mark in record["logs"].items():
             self.logs.setdefault(name, mark)
+
+    def _began(self, record: Mapping[str, Any]) -> None:
+        self.begun = [*self.begun, [record["time"], self.trace, record["span"]]][-MOST_BEGUN:]
+
+    def saved(self, line: bytes) -> Span | None:
+        """Return the span of a save from a line of events.jsonl, None for others and for earlier launches."""
+        try:
+            event = parsed(line)
+            ended = float(event["time"])
+            if event["kind"] not in SAVES or not self.begun or ended < self.begun[0][0]:
+                return None
+            trace, parent = self.at(ended)
+            known = {f"tandem.{name}": event[name] for name in ("step", "bytes") if name in event}
+            # The same if it is sent again.
+            span = sha256(f"{trace} {event['kind']} {event['step']} {ended}".encode()).hexdigest()[:16]
+            began = ended - float(event.get("seconds") or 0.0)
+            return Span(trace, span, parent, "save", began, ended, SAVES[event["kind"]], known)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None
 
     def _ended(self, begin: Mapping[str, Any], now: float, cause: str, more: Mapping[str, Any]) -> Span:
         attributes = {**begin["attributes"], **more}
@@ -208,11 +230,9 @@ class Position:
         return spans
 
     def at(self, moment: float) -> tuple[str, str]:
-        """Return trace and span to which a log entry of this time belongs."""
-        for began, trace, span in reversed(self.generations):
-            if moment >= began - 1.0:  # the times of a log in text are whole seconds
-                return trace, span
-        return self.trace, self.run
+        """Return trace and span to which something of this time belongs."""
+        found = [each for each in self.begun if moment >= each[0]] or self.begun[:1]
+        return (found[-1][1], found[-1][2]) if found else ("", "")
 
 
 class OtelSending:
@@ -234,7 +254,6 @@ class OtelSending:
         self._secrets = [*secrets, *headers, *parts]
         self.files = run.files()
         self._position = Position(_read(run.logs / layout.OTEL_SENT))
-        self._kept: dict[str, Any] = {}
         task = str(self.files.read(layout.CONFIG).get("task") or "")
         about = resource_of(environ, run.folder, task, self._position.identity)
         self._client = OtlpClient(self._choice.signals, about)
@@ -245,13 +264,12 @@ class OtelSending:
         """Send what is new; return how many records. Raises OtlpError, after which nothing is lost."""
         problem: Exception | None = None
         sent = 0
-        for part in (self._send_metrics, self._send_spans, self._send_logs):
+        for part in (self._send_metrics, self._send_spans, self._send_saves, self._send_logs):
             # A server for one signal may be down while those of the others are not.
             try:
                 sent += part()
             except Exception as error:
                 problem = problem or error
-            self._keep()
         if problem is not None:
             raise problem
         return sent
@@ -261,12 +279,12 @@ class OtelSending:
         self._is_over = True
         self._send_metrics()
         self._send_spans()
+        self._send_saves()
         if state == KILLED:
             after = copy.deepcopy(self._position)
             self._client.send_spans(after.killed())
-            self._position = after
+            self._kept(after)
         self._send_logs()
-        self._keep()
 
     def catch_up(self) -> str:
         """Send all of a run that has ended; return a one-line result. Raises TandemError."""
@@ -296,7 +314,24 @@ class OtelSending:
             spans = [span for line in lines for span in after.take(line)]
             for some in _batches(spans):
                 self._client.send_spans(some)
-            self._position = after
+            self._kept(after)
+            sent += len(spans)
+        return sent
+
+    def _send_saves(self) -> int:
+        sent = 0
+        for _ in range(MOST_ROUNDS):
+            known = self._position.events
+            lines, mark = new_lines(
+                self._run.folder / layout.EVENTS, Mark(*known) if known else None, self._is_over
+            )
+            if not lines or mark is None:
+                break
+            spans = [span for line in lines if (span := self._position.saved(line))]
+            for some in _batches(spans):
+                self._client.send_spans(some)
+            self._position.events = list(mark)
+            self._kept(self._position)
             sent += len(spans)
         return sent
 
@@ -315,12 +350,14 @@ class OtelSending:
             if not lines or mark is None:
                 break
             found = [
-                (entry, *self._position.at(entry.time))
+                # Times in text are whole seconds.
+                (entry, *self._position.at(entry.time + 0.5))
                 for entry in entries(lines, name, path.stat().st_mtime)
             ]
             for some in _batches(found):
                 self._client.send_logs(some)
             self._position.logs[name] = list(mark)
+            self._kept(self._position)
             sent += len(found)
         return sent
 
@@ -346,6 +383,7 @@ class OtelSending:
         with suppress(KeyError, TypeError, ValueError):  # of no launch
             self._client.send_metrics(snapshot)
             self._position.metrics = moment
+            self._kept(self._position)
             return 1
         return 0
 
@@ -369,11 +407,10 @@ class OtelSending:
         moment = max(float(snapshot["time"]), float(row["time"]))
         return {**snapshot, "families": families, "time": math.nextafter(moment, math.inf)}
 
-    def _keep(self) -> None:
-        now = vars(self._position)
-        if now != self._kept:
-            write_json_atomic(self._run.logs / layout.OTEL_SENT, now)
-            self._kept = copy.deepcopy(now)
+    def _kept(self, position: Position) -> None:
+        """Record what has arrived; after a kill before that, it is sent once more, with the same IDs."""
+        self._position = position
+        write_json_atomic(self._run.logs / layout.OTEL_SENT, vars(position))
 
 
 def _with(family: Mapping[str, Any], labels: Mapping[str, str], value: float) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from tandem.rotation import LOG_BYTES, appending, put_aside
 from tandem.telemetry.agent_state import process_age_seconds
 from tandem.telemetry.journal import to_json
 from tandem.telemetry.ledger import FINISHED, OTHER, STOPPED, cause_in, cause_of
-from tandem.telemetry.messages import Event, Heartbeat, Message, Point, RunStarted, StepsDone
+from tandem.telemetry.messages import Heartbeat, Message, Point, RunStarted, StepsDone
 from tandem.timeouts import OTEL_FILE_SECONDS
 
 GOOD = (FINISHED, STOPPED, "node joined")
@@ -61,9 +61,9 @@ class _Epoch:
 
 
 class Spans:
-    """The spans of one launch: the run, its generations, and their epochs, evaluations and saves.
+    """The spans of one launch: the run, its generations, and their epochs and evaluations.
 
-    `write` takes the lines. Times of methods are Unix seconds. Thread-safe.
+    `write` takes the lines. Times of methods are Unix seconds. Thread-safe. Saves are in events.jsonl.
     """
 
     def __init__(self, write: Write, now: float, attributes: Mapping[str, object]) -> None:
@@ -106,8 +106,6 @@ class Spans:
                     self._begin_epoch(step, now)
                 case Point(_, _, {"eval": dict(scores)}):
                     self._scores = {f"tandem.score.{name}": value for name, value in scores.items()}
-                case Event("checkpoint" | "checkpoint_failed" as kind, _, values):
-                    self._saved(kind, values, now)
 
     def ended(self, now: float) -> None:
         """End a generation. Why it ended is known later: from an event, or when the launch ends."""
@@ -184,13 +182,6 @@ class Spans:
         elif self._evaluation and not is_on:
             self._end(self._evaluation, now, FINISHED, self._scores)
             self._evaluation = ""
-
-    def _saved(self, kind: str, values: Mapping[str, Any], now: float) -> None:
-        seconds = values.get("seconds")
-        began = now - seconds if isinstance(seconds, int | float) else now
-        known = {f"tandem.{name}": values[name] for name in ("step", "bytes") if name in values}
-        span = self._begin("save", self._generation, began, known)
-        self._end(span, now, FINISHED if kind == "checkpoint" else "failure", {})
 
 
 class OtelFiles:

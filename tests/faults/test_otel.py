@@ -1,0 +1,201 @@
+"""Runs that are sent to an OpenTelemetry collector, and are killed in part or as a whole."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import Runs, rank_processes
+
+from tree import of_launch
+
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra otel")
+from trials.collector import Collector, Seen  # noqa: E402
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
+EPOCH = 104  # steps
+
+
+class Sent:
+    """A collector, and runs that it gets."""
+
+    def __init__(self, runs: Runs) -> None:
+        self.collector = Collector()
+        self.runs = runs
+        runs.environment |= {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": self.collector.url,
+            "OTEL_METRIC_EXPORT_INTERVAL": "300",
+        }
+
+    def start(self, *flags: object, delay: float = 0.02) -> Any:
+        every = ["--log-every", 1, "--checkpoint-every", 25, *flags]
+        return self.runs.start("launch", "run", *every, delay=delay)
+
+    def exporter(self, launch: int) -> int:
+        """The process that sends: the only one below the launch with these words."""
+        found = []
+        for pid in of_launch(launch):
+            words = _words(pid)
+            if "--follow" in words and "track" in words:
+                found.append(pid)
+        return max(found, default=0)
+
+    def wait_for_exporter(self, launch: int, besides: int = 0) -> int:
+        self.runs.until(lambda: self.exporter(launch) not in (0, besides), "process that sends")
+        return self.exporter(launch)
+
+    def last_step(self) -> int:
+        """The last one that the journal has."""
+        lines = (self.runs.folder / "run" / "metrics.jsonl").read_text().splitlines()
+        return max(json.loads(line)["step"] for line in lines if line.endswith("}"))
+
+    def until_step(self, step: int) -> None:
+        self.collector.until(lambda: self.collector.last("tandem_global_step") >= step, f"step {step}")
+
+    def check_tree(self) -> None:
+        """Parents are there, and are of the right kind. What was sent twice, due to a kill, is the same."""
+        spans = {(each.trace, each.span): each for each in self.collector.spans()}
+        assert all(each == spans[each.trace, each.span] for each in self.collector.spans())
+        above = {"run": None, "generation": "run"}
+        for each in spans.values():
+            parent = spans.get((each.trace, each.parent))
+            assert (parent.name if parent else None) == above.get(each.name, "generation"), each
+            assert each.ended >= each.began > time.time() - 1000
+
+    def check_counters(self, launches: int = 1) -> None:
+        """Nothing is counted twice: a value never falls while the start time is the same."""
+        points = self.collector.points("tandem_steps")
+        assert len({each.began for each in points}) == launches
+        for began in {each.began for each in points}:
+            values = [each.value for each in points if each.began == began]
+            assert values == sorted(values)
+        assert all(each.is_cumulative_sum for each in points)
+
+
+def _words(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return []
+
+
+def only(found: list[Seen]) -> Seen:
+    (one,) = found
+    return one
+
+
+@pytest.fixture
+def sent(runs: Runs) -> Iterator[Sent]:
+    here = Sent(runs)
+    yield here
+    here.collector.close()
+
+
+def test_a_rank_and_the_sending_process_are_killed(runs: Runs, sent: Sent) -> None:
+    process = sent.start("--nproc", 2, "--steps", 250)
+    first = sent.wait_for_exporter(process.pid)
+    sent.until_step(30)
+    os.kill(first, signal.SIGKILL)
+    second = sent.wait_for_exporter(process.pid, first)
+    os.kill(rank_processes(process.pid)["tandem-rank-1"], signal.SIGKILL)
+    sent.until_step(150)
+    os.kill(second, signal.SIGKILL)
+    code, output = runs.processes.wait(process)
+    assert code == 0, output
+    assert output.count("was killed (signal 9); starting it again") == 2
+    there = sent.collector
+    assert there.last("tandem_global_step") == 250
+    assert there.last("tandem_restarts", reason="crash") == 1
+    sent.check_tree()
+    sent.check_counters()
+    (run,) = there.spans("run")
+    assert (run.cause, run.is_error, run.attributes["tandem.step"]) == ("finished", False, 250)
+    killed, last = sorted(there.spans("generation"), key=lambda each: each.began)
+    assert (killed.cause, killed.is_error) == ("rank killed", True)
+    assert (last.cause, last.attributes["tandem.generation"]) == ("finished", 2)
+    assert killed.ended == pytest.approx(last.began, abs=0.01)
+    epochs = sorted(there.spans("epoch"), key=lambda each: each.began)
+    assert [each.attributes["tandem.epoch"] for each in epochs if each.parent == last.span][-2:] == [2, 3]
+    assert {each.cause for each in epochs if each.parent == killed.span} <= {"finished", "rank killed"}
+    assert "rank killed" in {each.cause for each in epochs}
+    saved = {each.attributes["tandem.step"] for each in there.spans("save")}
+    assert saved >= {25, 50, 75, 100, 125, 150, 175, 200, 225, 250}
+    scored = [each.attributes["tandem.step"] for each in there.spans("evaluation")]
+    assert set(scored) >= {EPOCH, 2 * EPOCH, 250}
+    assert all("tandem.score.accuracy" in each.attributes for each in there.spans("evaluation"))
+    known = {each.span for each in there.spans()}
+    texts = {each.name: each for each in there.logs()}
+    assert any(text.startswith("finished at step 250") for text in texts)
+    warned = next(each for text, each in texts.items() if text.startswith("rank 1 on node 0 was killed"))
+    assert warned.message.severity_text == "WARNING" and warned.span == last.span
+    assert {each.trace for each in there.logs()} == {run.trace}
+    assert {each.span for each in there.logs()} <= known
+    about = {"service.name": "tandem", "tandem.run": "run", "tandem.task": "small.py:Small"}
+    assert about.items() <= run.resource.items()
+    assert len({each.resource["service.instance.id"] for each in there.spans()}) == 1
+
+
+def test_the_agent_is_killed_and_the_run_continues(runs: Runs, sent: Sent) -> None:
+    runs.environment["OTEL_METRIC_EXPORT_INTERVAL"] = "60000"
+    runs.environment["OTEL_RESOURCE_ATTRIBUTES"] = "service.instance.id=mine,team=a"
+    process = sent.start("--nproc", 1, "--steps", 100_000)
+    runs.wait_for_step("run", 50)
+    exporter = sent.wait_for_exporter(process.pid)
+    os.kill(process.pid, signal.SIGKILL)
+    runs.until(lambda: not _words(exporter), "end of the sending process")
+    last = sent.last_step()
+    assert sent.collector.last("tandem_global_step") == last
+    first = only(sent.collector.spans("run"))
+    assert (first.cause, first.is_error) == ("launch killed", True)
+    assert {each.cause for each in sent.collector.spans("generation")} == {"launch killed"}
+    process.communicate(timeout=100)
+
+    process = sent.start("--nproc", 1, "--steps", last + 40)
+    code, output = runs.processes.wait(process)
+    assert code == 0, output
+    assert sent.collector.last("tandem_global_step") == last + 40
+    second = max(sent.collector.spans("run"), key=lambda each: each.began)
+    assert second.cause == "finished" and second.trace != first.trace and second.links == [first.span]
+    assert (second.resource["service.instance.id"], second.resource["team"]) == ("mine", "a")
+    sent.check_tree()
+    sent.check_counters(launches=2)
+    restarts = sent.collector.points("tandem_restarts")
+    assert len({each.began for each in restarts}) == 1, "the count goes on"
+    assert sent.collector.last("tandem_restarts", reason="crash") == 1
+
+
+def test_a_collector_that_is_down_gets_everything_later(runs: Runs, sent: Sent) -> None:
+    runs.environment["OTEL_EXPORTER_OTLP_HEADERS"] = "api-key=notASecretOfAnyone"
+    runs.environment["OTEL_EXPORTER_OTLP_TIMEOUT"] = "1"
+    sent.collector.answers = lambda path: 503
+    process = sent.start("--nproc", 1, "--steps", 100_000)
+    runs.wait_for_step("run", 50)
+    runs.until(lambda: "does not accept rows" in sent_log(runs), "warning")
+    process.send_signal(signal.SIGTERM)
+    code, output = runs.processes.wait(process)
+    assert code == 143, output
+    assert output.count("OpenTelemetry does not accept rows") == 1, output
+    assert "to send the rest, run: tandem track" in output and not sent.collector.spans()
+    assert "notASecret" not in sent_log(runs) + output
+    assert all(headers["api-key"] == "notASecretOfAnyone" for _, _, headers in sent.collector.requests)
+
+    sent.collector.answers = lambda path: 200
+    command = [*runs.command("track", "run")[:3], "track", "run", "--tracker", "otel"]
+    code, output = runs.processes.run(command, cwd=runs.folder, env=runs.environment)
+    assert code == 0 and "records sent" in output, output
+    assert only(sent.collector.spans("run")).cause == "stop"
+    assert only(sent.collector.spans("generation")).cause == "stop"
+    assert sent.collector.last("tandem_global_step") == sent.last_step()
+    assert sent.collector.last("tandem_run_state", tandem_run_state="stopped") == 1
+    sent.check_tree()
+    before = len(sent.collector.requests)
+    assert runs.processes.run(command, cwd=runs.folder, env=runs.environment)[0] == 0
+    assert len(sent.collector.requests) == before, "all was there"
+
+
+def sent_log(runs: Runs) -> str:
+    return "".join(path.read_text() for path in (runs.folder / "run" / "log").glob("*.log"))
