@@ -5,7 +5,6 @@ is lost if this process is killed, or if the collector is down. https://opentele
 """
 
 import copy
-import json
 import logging
 import math
 import socket
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from tandem import __version__, layout
-from tandem.bounded_reader import parsed
+from tandem.bounded_reader import content, parsed
 from tandem.config.address import hide
 from tandem.errors import ConfigError, TandemError
 from tandem.report.log_lines import Mark, entries, new_lines
@@ -364,15 +363,15 @@ class OtelSending:
     def _send_metrics(self) -> int:
         if "metrics" not in self._client.signals:
             return 0
-        *earlier, last = [None, *newest_metrics(self._run.logs)]
+        found = newest_metrics(self._run.logs)
         sent = 0
-        for path in [each for each in earlier if each]:  # of launches that have ended
+        for path in found[:-1]:  # of launches that have ended
             sent += self._send_snapshot(_read(path))
             path.unlink(missing_ok=True)
         now = time.monotonic()
-        if last is not None and (self._is_over or now >= self._due):
+        if found and (self._is_over or now >= self._due):
             self._due = now + self._choice.interval
-            snapshot = _read(last)
+            snapshot = _read(found[-1])
             sent += self._send_snapshot(self._with_last_step(snapshot) if self._is_over else snapshot)
         return sent
 
@@ -421,7 +420,7 @@ def _with(family: Mapping[str, Any], labels: Mapping[str, str], value: float) ->
 def _read(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; empty if there is none."""
     with suppress(OSError, ValueError):
-        found = json.loads(path.read_bytes())
+        found = parsed(content(path.parent, path.name))
         return found if isinstance(found, dict) else {}
     return {}
 

@@ -16,6 +16,7 @@ from secrets import token_hex
 from typing import Any
 
 from tandem import layout
+from tandem.bounded_reader import content, parsed
 from tandem.rotation import LOG_BYTES, appending, put_aside
 from tandem.telemetry.agent_state import process_age_seconds
 from tandem.telemetry.journal import to_json
@@ -247,11 +248,11 @@ class OtelFiles:
 
     def _write_once(self) -> None:
         families = self._snapshot()
-        content = {"launch": self._launch, "first": self._first, "time": self._now(), "families": families}
+        record = {"launch": self._launch, "first": self._first, "time": self._now(), "families": families}
         path = self._logs / layout.otel_metrics(self._launch)
         temporary = path.with_name(f".{path.name}.{threading.get_ident()}.tmp")
         # Not synced to the disk: after a power loss, an older state is good enough.
-        temporary.write_text(json.dumps(content, separators=(",", ":")))
+        temporary.write_text(json.dumps(record, separators=(",", ":")))
         temporary.replace(path)
 
     def _append(self, line: dict[str, object]) -> None:
@@ -273,8 +274,8 @@ class OtelFiles:
 def first_launch(logs: Path, launch: float) -> float:
     """Return when the first launch began whose counts this one continues, as far as is known."""
     with suppress(OSError, ValueError, TypeError, LookupError):
-        content = json.loads(newest_metrics(logs)[-1].read_text())
-        return min(launch, float(content["first"]))
+        newest = newest_metrics(logs)[-1]
+        return min(launch, float(parsed(content(logs, newest.name))["first"]))
     return launch
 
 

@@ -1,0 +1,367 @@
+"""OpenTelemetry: what its variables ask for, spans from messages, logs that rotate, and a bad collector."""
+
+import json
+import logging
+import os
+import queue
+from collections.abc import Iterator
+from logging.handlers import QueueHandler
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.errors import ConfigError
+from tandem.report import otel
+from tandem.report.log_lines import LogEntry, Mark, entries, new_lines
+from tandem.report.otel import OtelChoice, Position, is_wanted, resource_of
+from tandem.run.directory import RunDir
+from tandem.telemetry import metrics
+from tandem.telemetry.journal import Journal
+from tandem.telemetry.messages import Heartbeat, Point, RunStarted, StepsDone
+from tandem.telemetry.registry import Registry
+from tandem.telemetry.spans import OtelFiles, Span, Spans, newest_metrics
+
+ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+ALL = ("metrics", "traces", "logs")
+
+
+@pytest.mark.parametrize(("environ", "signals"), [
+    ({}, ()),
+    ({ENDPOINT: "http://c:4318"}, ALL),
+    ({ENDPOINT: ""}, ()),
+    ({ENDPOINT: "http://c:4318", "OTEL_SDK_DISABLED": "True"}, ()),
+    ({ENDPOINT: "http://c:4318", "OTEL_LOGS_EXPORTER": "none"}, ("metrics", "traces")),
+    ({ENDPOINT: "http://c:4318", "OTEL_TRACES_EXPORTER": "console, otlp"}, ALL),
+    ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "https://c/v1/traces"}, ("traces",)),
+    ({ENDPOINT: "http://c:4317", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, ()),
+    ({ENDPOINT: "http://c:4318", "OTEL_EXPORTER_OTLP_LOGS_PROTOCOL": "grpc"}, ("metrics", "traces")),
+    ({ENDPOINT: "c:4318"}, ()),
+])  # fmt: skip
+def test_what_is_sent(environ: dict[str, str], signals: tuple[str, ...]) -> None:
+    choice = OtelChoice.of(environ)
+    assert choice.signals == signals
+    is_mistake = "grpc" in environ.values() or environ.get(ENDPOINT) == "c:4318"
+    assert bool(choice.problems) == is_mistake
+    assert all("4318" in problem for problem in choice.problems) and len(choice.problems) <= 1
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("500", 0.5), ("", 60.0), ("often", 60.0), ("-1", 60.0)])
+def test_the_interval(text: str, seconds: float) -> None:
+    assert OtelChoice.of({ENDPOINT: "http://c:4318", otel.INTERVAL: text}).interval == seconds
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> "queue.Queue[logging.LogRecord]":
+    lines: queue.Queue[logging.LogRecord] = queue.Queue()
+    monkeypatch.setattr(otel.log, "handlers", [QueueHandler(lines)])
+    return lines
+
+
+def test_without_the_package_one_line_says_so(
+    said: "queue.Queue[logging.LogRecord]", monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(otel, "find_spec", lambda name: None)
+    assert not is_wanted({}) and said.empty()
+    assert not is_wanted({ENDPOINT: "http://c:4318", "OTEL_EXPORTER_OTLP_HEADERS": "key=secret"})
+    line = said.get_nowait().getMessage()
+    assert said.empty() and "pip install 'tandem-train[otel]'" in line and "OTLP_ENDPOINT" in line
+    with pytest.raises(ConfigError, match="tandem-train"):
+        otel.OtelSending(RunDir(tmp_path), [], {ENDPOINT: "http://c:4318"})
+    with pytest.raises(ConfigError, match="set OTEL_EXPORTER_OTLP_ENDPOINT=http"):
+        otel.OtelSending(RunDir(tmp_path), [], {})
+
+
+def test_pods(tmp_path: Path) -> None:
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "digits-worker-1"}
+    assert resource_of(pod, tmp_path, "digits", "me")["k8s.pod.name"] == "digits-worker-1"
+    indexed = {**pod, "HOSTNAME": "digits-3", "JOB_COMPLETION_INDEX": "3"}
+    found = resource_of(indexed, tmp_path, "digits", "me")
+    assert found["k8s.job.name"] == "digits" and "k8s.pod.name" not in found
+    elsewhere = resource_of({"HOSTNAME": "laptop"}, tmp_path, "digits", "me")
+    assert not [name for name in elsewhere if name.startswith("k8s.")]
+    assert (elsewhere["service.name"], elsewhere["service.instance.id"]) == ("tandem", "me")
+
+
+def beat(step: int, activity: str = "train") -> Heartbeat:
+    return Heartbeat(0, step, activity, "", 0.0, 1.0, 1.0, True, False)
+
+
+class Lines:
+    """The lines of a launch, and the spans that a reader makes of them."""
+
+    def __init__(self) -> None:
+        self.lines: list[bytes] = []
+        self.spans = Spans(self.write, 0.0, {"tandem.run": "r"})
+
+    def write(self, line: dict[str, object]) -> None:
+        more = {"logs": {}} if line["is"] == "launch" else {}
+        self.lines.append(json.dumps({**line, **more}).encode())
+
+    def read(self, position: Position | None = None) -> list[Span]:
+        position = Position({}) if position is None else position
+        return [span for line in self.lines for span in position.take(line)]
+
+
+def by_kind(spans: list[Span]) -> list[Span]:
+    """Epochs in their order with the evaluation after the first, then generation and run."""
+    kinds = {name: [each for each in spans if each.name == name] for name in ("epoch", "evaluation")}
+    (generation,) = [each for each in spans if each.name == "generation"]
+    (run,) = [each for each in spans if each.name == "run"]
+    first, *others = kinds["epoch"]
+    return [first, *kinds["evaluation"], *others, generation, run]
+
+
+def test_epochs_and_evaluations() -> None:
+    launch = Lines()
+    launch.spans.take(beat(3), 0.5)  # of no generation
+    launch.spans.started(1.0, {"tandem.generation": 1})
+    launch.spans.take(RunStarted(50, 100, 250), 10.0)
+    launch.spans.take(StepsDone(60, None, 0.0), 11.0)
+    launch.spans.take(beat(100, "eval"), 15.0)
+    launch.spans.take(beat(100, "eval"), 15.2)
+    launch.spans.take(Point(100, 15.9, {"eval": {"accuracy": 0.5}}), 15.9)
+    launch.spans.take(beat(100), 16.0)
+    launch.spans.take(StepsDone(95, None, 0.0), 16.1)  # overtaken
+    launch.spans.take(StepsDone(220, None, 0.0), 28.0)
+    launch.spans.closed("stop", "all have saved", 30.0, {"tandem.exit_code": 143})
+    first, evaluation, second, third, generation, run = by_kind(launch.read())
+    assert (first.began, first.ended, first.cause) == (10.0, 15.0, "finished")
+    assert (evaluation.began, evaluation.ended) == (15.0, 16.0)
+    assert evaluation.attributes == {"tandem.step": 100, "tandem.score.accuracy": 0.5}
+    assert (second.began, second.ended) == (15.0, pytest.approx(26.0, abs=0.5))
+    assert (third.attributes["tandem.epoch"], third.ended, third.cause) == (3, 30.0, "stop")
+    assert (generation.began, generation.ended, generation.parent) == (0.0, 30.0, run.span)
+    assert {each.parent for each in (first, second, third, evaluation)} == {generation.span}
+    assert (run.parent, run.cause, run.is_error) == ("", "stop", False)
+    assert run.attributes["tandem.exit_code"] == 143
+
+
+@pytest.mark.parametrize(("event", "cause"), [
+    (("rank_killed", {"rank": 1}), "rank killed"),
+    (("recovered", {"cause": "node 1 was lost"}), "node lost"),
+    (("recovered", {"cause": "rank 1 on node 0 hung"}), "hang"),
+    (None, "other"),
+])  # fmt: skip
+def test_a_generation_ends_with_its_cause(event: Any, cause: str) -> None:
+    launch = Lines()
+    launch.spans.started(0.0, {})
+    launch.spans.take(RunStarted(0, 100, 250), 1.0)
+    launch.spans.ended(5.0)
+    launch.spans.take(beat(9), 5.1)  # of a rank that is ending
+    launch.spans.started(6.0, {})
+    launch.spans.event("checkpoint", {})
+    if event is not None:
+        launch.spans.event(*event)
+    launch.spans.ended(9.0)
+    launch.spans.closed("failure", "rank 0 on node 0 was killed (SIGKILL)", 9.5, {})
+    epoch, first, second, run = launch.read()
+    assert (epoch.cause, epoch.ended, first.cause, first.ended) == (cause, 5.0, cause, 5.0)
+    assert (second.began, second.cause) == (5.0, "rank killed")
+    assert (run.cause, run.is_error) == ("rank killed", True)
+
+
+def test_many_epochs_at_once_are_no_flood() -> None:
+    launch = Lines()
+    launch.spans.started(0.0, {})
+    launch.spans.take(RunStarted(0, 1, 10**9), 0.0)
+    launch.spans.take(StepsDone(10**6, None, 0.0), 1.0)
+    assert len(launch.lines) < 300
+    launch.spans.closed("finished", "", 2.0, {})
+    assert launch.read()[-3].attributes["tandem.epoch"] == 10**6 + 1
+
+
+def test_a_killed_launch_is_ended_by_the_next() -> None:
+    first, second, position = Lines(), Lines(), Position({})
+    first.spans.started(1.0, {})
+    first.spans.take(RunStarted(0, 100, 250), 3.0)
+    assert not first.read(position)
+    position = Position(json.loads(json.dumps(vars(position))))  # this process was killed, too
+    second.lines[0] = second.lines[0].replace(b'"time": 0.0', b'"time": 50.0')
+    spans = second.read(position)
+    assert [(each.name, each.ended, each.cause) for each in spans] == [
+        ("epoch", 3.0, "launch killed"), ("generation", 3.0, "launch killed"), ("run", 3.0, "launch killed"),
+    ]  # fmt: skip
+    second.spans.closed("finished", "", 60.0, {})
+    (run,) = [span for line in second.lines[1:] for span in position.take(line)]
+    assert run.linked == (spans[0].trace, spans[-1].span) and run.trace != spans[0].trace
+
+
+@pytest.mark.parametrize("line", [
+    b"", b"[]", b"{}", b'{"is": "launch"}', b'{"is": "begin", "name": 3}', b'{"is": "end", "span": []}',
+    b"\xff",
+    b'{"is": "launch", "trace": "ab", "span": "cd", "time": "now", "attributes": {}, "logs": []}',
+])  # fmt: skip
+def test_bad_lines_are_skipped(line: bytes) -> None:
+    position = Position({"open": 3, "begun": None, "spans": "no"})
+    assert list(position.take(line)) == [] and position.saved(line) is None
+
+
+def test_lines_of_a_file_that_rotates(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    assert new_lines(path, None) == ([], None)
+    path.write_bytes(b"one\ntwo\nhal")
+    lines, mark = new_lines(path, None)
+    assert lines == [b"one", b"two"] and new_lines(path, mark)[0] == []
+    with path.open("ab") as file:
+        file.write(b"f\n")
+    path.rename(tmp_path / "rank-0.log.1")
+    path.write_bytes(b"new\n")
+    lines, mark = new_lines(path, mark)
+    assert lines == [b"half"]
+    lines, mark = new_lines(path, mark)
+    assert lines == [b"new"] and new_lines(path, mark)[0] == []
+    path.write_bytes(b"x")
+    assert new_lines(path, mark)[0] == [] and new_lines(path, mark, to_the_end=True)[0] == [b"x"]
+    assert new_lines(path, Mark(1, 5))[0] == [b"one", b"two", b"half"]  # of no file that is still there
+
+
+def test_entries_of_both_formats() -> None:
+    lines = [
+        b"14:02:07 rank 3 | warning: slow",
+        b"Traceback:",
+        b"  line",
+        b'{"time": "2026-11-27T01:02:03.500Z", "level": "error", "rank": null, "node": 1, "step": 7, '
+        b'"message": "lost", "exception": "ValueError"}',
+        b"14:02:08 node 0 | back",
+    ]
+    first, second, third = entries(lines, "rank-3.log", 1_000_000.0)
+    assert (first.level, first.text) == ("warning", "slow\nTraceback:\n  line")
+    assert first.attributes == {"log.file.name": "rank-3.log", "tandem.rank": 3}
+    assert 0 <= 1_000_060 - first.time < 86_400
+    assert (second.time, second.level, second.text) == (1795741323.5, "error", "lost\nValueError")
+    assert second.attributes == {"log.file.name": "rank-3.log", "tandem.node": 1, "tandem.step": 7}
+    assert (third.level, third.text) == ("info", "back")
+    (only,) = entries([b"Killed"], "rank-3.log", 5.0)
+    assert only == LogEntry(5.0, "", "Killed", {"log.file.name": "rank-3.log"})
+
+
+def test_a_snapshot_of_the_registry() -> None:
+    registry = Registry()
+    registry.apply([
+        metrics.STEPS.inc(3), metrics.LOSS.set(0.5, split="train"), metrics.RUN_STATE.enter("training"),
+        metrics.STEP_DURATION_SECONDS.observe(0.0015, 0.0015, 500.0),
+        metrics.BUILD_INFO.says(version="1", revision="", python="", torch="", cuda="", nccl=""),
+    ])  # fmt: skip
+    found = {each["name"]: each for each in registry.snapshot()}
+    assert found["tandem_steps"]["points"] == [[{}, 3.0]] and found["tandem_steps"]["kind"] == "counter"
+    assert found["tandem_loss"]["points"] == [[{"split": "train"}, 0.5]]
+    assert [{"tandem_run_state": "training"}, 1.0] in found["tandem_run_state"]["points"]
+    assert found["tandem_build_info"]["points"][0][0]["version"] == "1"
+    ((labels, (bounds, counts, total)),) = found["tandem_step_duration_seconds"]["points"]
+    assert labels == {} and len(counts) == len(bounds) + 1
+    assert (counts[1], counts[-1], sum(counts), total) == (2, 1, 3, 500.003)
+    json.dumps(registry.snapshot())
+
+
+class Here:
+    """A run directory with what an agent has written, and a collector."""
+
+    def __init__(self, folder: Path, collector: Any) -> None:
+        self.folder = folder
+        self.collector = collector
+        self.environ = {ENDPOINT: collector.url, "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
+        os.environ.update(self.environ)
+        (folder / "config.json").write_text('{"task": "digits"}')
+        (folder / "log").mkdir()
+        self.registry = Registry()
+        self.files = OtelFiles(folder / "log", self.registry.snapshot)
+        self.files.open({"tandem.run": "r"})
+
+    def sending(self) -> otel.OtelSending:
+        return otel.OtelSending(RunDir(self.folder), [], self.environ)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra otel")
+    from trials.collector import Collector
+
+    for name in (ENDPOINT, "OTEL_EXPORTER_OTLP_TIMEOUT"):
+        monkeypatch.setenv(name, "")  # put back at the end
+    collector = Collector()
+    own = Here(tmp_path, collector)
+    yield own
+    own.files.close()
+    collector.close()
+
+
+def finish(here: Here, steps: int = 5) -> None:
+    here.files.started({"tandem.generation": 1})
+    here.registry.apply([metrics.STEPS.inc(steps), metrics.GLOBAL_STEP.set(steps)])
+    Journal(here.folder).event("checkpoint", step=steps, seconds=0.25, bytes=7)
+    (here.folder / "log" / "rank-0.log").write_text("14:02:07 rank 0 | hello\n")
+    here.files.finish("finished", "all done", {})
+
+
+def test_each_is_sent_once(here: Here) -> None:
+    finish(here)
+    first = here.sending()
+    first.send()
+    first.end("finished")
+    again = here.sending()  # as after a kill
+    again.send()
+    again.end("finished")
+    assert sorted(each.name for each in here.collector.spans()) == ["generation", "run", "save"]
+    (save,) = here.collector.spans("save")
+    (generation,) = here.collector.spans("generation")
+    assert save.parent == generation.span and save.ended - save.began == pytest.approx(0.25)
+    assert [each.name for each in here.collector.logs()] == ["hello"]
+    assert len(here.collector.points("tandem_steps")) == 1
+    assert here.collector.points("tandem_steps")[0].resource["service.instance.id"]
+
+
+def test_the_journal_knows_the_last_step(here: Here) -> None:
+    """The agent's messages may be lost, or it may be killed; the rank writes its lines itself."""
+    here.files.started({})
+    here.registry.apply([metrics.GLOBAL_STEP.set(5), metrics.LOSS.set(1.0, split="train")])
+    here.files._write_once()
+    Journal(here.folder).metrics(9, loss=0.25)
+    sending = here.sending()
+    sending.send()
+    sending.end("killed")
+    assert here.collector.last("tandem_global_step") == 9
+    assert here.collector.last("tandem_loss", split="train") == 0.25
+    assert {each.cause for each in here.collector.spans()} == {"launch killed"}
+
+
+def test_the_metrics_of_earlier_launches_come_first(here: Here) -> None:
+    log = here.folder / "log"
+    finish(here)
+    (own,) = newest_metrics(log)
+    old = {**json.loads(own.read_text()), "launch": 5.0, "first": 5.0, "time": 9.0}
+    (log / "otel-metrics-5000.json").write_text(json.dumps(old))
+    (log / "otel-metrics-4000.json").write_text("[")
+    sending = here.sending()
+    sending.send()
+    assert [each.ended for each in here.collector.points("tandem_steps")][0] == 9.0
+    assert len(here.collector.points("tandem_steps")) == 2
+    assert newest_metrics(log) == [own]
+
+
+def test_a_signal_that_is_not_taken_is_left_alone(
+    here: Here, said: "queue.Queue[logging.LogRecord]"
+) -> None:
+    here.collector.answers = lambda path: 404 if path == "/v1/logs" else 400 if "traces" in path else 200
+    finish(here)
+    sending = here.sending()
+    sending.send()
+    sending.end("finished")
+    assert here.collector.last("tandem_steps") == 5
+    lines = [said.get_nowait().getMessage() for _ in range(said.qsize())]
+    assert [line for line in lines if "OTEL_LOGS_EXPORTER=none" in line and "404" in line] and len(lines) == 2
+    asked = len(here.collector.requests)
+    sending.send()
+    assert len(here.collector.requests) == asked
+
+
+def test_one_signal_down_keeps_no_other_waiting(here: Here) -> None:
+    here.collector.answers = lambda path: 503 if "metrics" in path else 200
+    finish(here)
+    sending = here.sending()
+    with pytest.raises(Exception, match="metrics: HTTP status 503"):
+        sending.send()
+    assert here.collector.spans("run") and here.collector.logs()
+    here.collector.answers = lambda path: 200
+    sending.end("finished")
+    assert here.collector.last("tandem_steps") == 5 and len(here.collector.spans()) == 3
