@@ -128,7 +128,7 @@ def resource_of(environ: Mapping[str, str], run: Path, task: str, identity: str)
     if environ.get("KUBERNETES_SERVICE_HOST"):
         host = environ.get("HOSTNAME") or socket.gethostname()
         index = environ.get("JOB_COMPLETION_INDEX")
-        # The pods of an Indexed Job have the host name JOB-INDEX, and longer names of their own.
+        # The pods of an Indexed Job have the host name JOB-INDEX; their names are longer.
         if index is None:
             found["k8s.pod.name"] = host
         elif host.endswith(f"-{index}"):
@@ -349,7 +349,7 @@ class OtelSending:
             if not lines or mark is None:
                 break
             found = [
-                # Times in text are whole seconds.
+                # A log in text has times to the second.
                 (entry, *self._position.at(entry.time + 0.5))
                 for entry in entries(lines, name, path.stat().st_mtime)
             ]
