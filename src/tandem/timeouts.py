@@ -249,8 +249,16 @@ TRACKER_RESTART_SECONDS = 1.0
 """Before a tracker's process that was killed is started again; the pause doubles."""
 OTEL_FILE_SECONDS = 1.0
 """Between two writes of the metrics for OpenTelemetry: so much of them is lost with a killed agent."""
+OTEL_LAST_SECONDS = 5.0
+"""For the last write at the end of a launch, on a volume that may hang."""
+OTEL_NOT_SERVED_SECONDS = 60.0
+"""Before a collector that does not take a kind of data is asked again: a proxy may answer 404 for a while."""
 TRACKER_END_SECONDS = 30.0
 """For the last rows at the end of a launch: one request of TRACKER_REQUEST_SECONDS, and one retry."""
+TRACKER_ORPHAN_SECONDS = 35.0
+"""The same if the agent was killed, and so cannot end the process: longer, so that an agent does it first."""
+TRACKER_RANKS_SECONDS = 1.0
+"""After an agent was killed, until its ranks have ended, too, and written their last rows."""
 TRACKER_REQUEST_SECONDS = 8
 """For a request to MLflow, unless MLFLOW_HTTP_REQUEST_TIMEOUT is set; MLflow's own default is 120."""
 

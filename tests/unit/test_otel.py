@@ -14,7 +14,8 @@ import pytest
 from tandem.errors import ConfigError
 from tandem.report import otel
 from tandem.report.log_lines import LogEntry, Mark, entries, new_lines
-from tandem.report.otel import OtelChoice, Position, is_wanted, resource_of
+from tandem.report.otel import Position
+from tandem.report.otel_variables import OtelChoice, is_wanted, resource_of
 from tandem.run.directory import RunDir
 from tandem.telemetry import metrics
 from tandem.telemetry.journal import Journal

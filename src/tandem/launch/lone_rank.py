@@ -22,7 +22,7 @@ from tandem.launch.view import NodeView
 from tandem.log import reporting
 from tandem.platforms.placement import Placement
 from tandem.report.access import load_access
-from tandem.report.otel import OTEL
+from tandem.report.otel_variables import OTEL
 from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
 from tandem.text import format_duration, shown

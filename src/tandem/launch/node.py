@@ -28,7 +28,7 @@ from tandem.log import is_quiet, log_if_slow, reporting, setup
 from tandem.platforms.placement import Placement
 from tandem.process import name_process, without_collection
 from tandem.report.access import Access, load_access
-from tandem.report.otel import OTEL
+from tandem.report.otel_variables import OTEL
 from tandem.run.crash_loop import CrashLoop
 from tandem.run.directory import RunDir
 from tandem.run.lease import Lease

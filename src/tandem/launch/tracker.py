@@ -19,7 +19,7 @@ from typing import Any
 from tandem.config import Settings
 from tandem.errors import FINISHED, STOPPED
 from tandem.process import safe_path
-from tandem.report.otel import OTEL, is_wanted
+from tandem.report.otel_variables import OTEL, is_wanted
 from tandem.signals import ignore_stop_signals
 from tandem.timeouts import (
     SUPERVISE_SECONDS,
@@ -52,6 +52,7 @@ class TrackerProcess:
         self._folder = folder
         self._lock = threading.Lock()
         self._last_words: bytes | None = None
+        self._is_told = threading.Event()
         self._is_given_up = False
         self._process = self._start()
         threading.Thread(target=self._keep_running, name=f"tandem-{name}", daemon=True).start()
@@ -61,6 +62,7 @@ class TrackerProcess:
         with self._lock:
             if self._last_words is None:
                 self._last_words = words
+                self._is_told.set()
                 self._close_input(self._process)
 
     def wait(self, deadline: float, has_no_time: Callable[[], bool]) -> None:
@@ -101,14 +103,17 @@ class TrackerProcess:
     def _keep_running(self) -> None:
         pause = TRACKER_RESTART_SECONDS
         while (code := self._process.wait()) < 0:
-            if self._last_words is None:
+            if not self._is_told.is_set():
                 log.warning("what sends to %s was killed (signal %d); starting it again", self._name, -code)
-                time.sleep(pause)
-                pause = min(2 * pause, TRACKER_LONGEST_PAUSE_SECONDS)
+            self._is_told.wait(pause)  # at the end, the rest is to be sent in time
+            pause = min(2 * pause, TRACKER_LONGEST_PAUSE_SECONDS)
             with self._lock:
                 if self._is_given_up:
                     return
-                self._process = self._start()
+                try:
+                    self._process = self._start()
+                except (OSError, subprocess.SubprocessError):  # no memory, for example; later, perhaps
+                    time.sleep(SUPERVISE_SECONDS)
 
 
 class TrackerProcesses:

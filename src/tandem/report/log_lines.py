@@ -13,8 +13,8 @@ from typing import Any, BinaryIO, NamedTuple
 from tandem.bounded_reader import opened, parsed
 from tandem.rotation import older
 
-MOST_BYTES = 2**20
-"""How much is read at once; a longer line is read in parts."""
+MOST_BYTES = 2**18
+"""How much is read at once, and sent in one request; a longer line is read in parts."""
 LONGEST_BODY = 64 * 1024
 LINE = re.compile(r"(\d\d):(\d\d):(\d\d) (node|rank) (\d+) \| (?:(debug|warning|error|critical): )?(.*)")
 """As `log.TextFormatter` writes it."""
@@ -28,6 +28,14 @@ class Mark(NamedTuple):
     inode: int
     offset: int
 
+    @classmethod
+    def of(cls, found: Any) -> "Mark | None":
+        """Return the mark that a JSON list holds, if it does."""
+        match found:
+            case [int(inode), int(offset)] if offset >= 0:
+                return cls(inode, offset)
+        return None
+
 
 def new_lines(path: Path, mark: Mark | None, to_the_end: bool = False) -> tuple[list[bytes], Mark | None]:
     """Return the next whole lines after `mark`, at most MOST_BYTES, and the new mark; none at the end.
@@ -35,6 +43,10 @@ def new_lines(path: Path, mark: Mark | None, to_the_end: bool = False) -> tuple[
     `to_the_end`: nothing is written any more, so that a last line without an end counts. If the file was
     rotated, the older one is read first. Raises OSError, but not if there is no file.
     """
+    with suppress(FileNotFoundError):
+        known = path.lstat()
+        if mark == (known.st_ino, known.st_size):
+            return [], mark  # nothing new, as in most of many files
     with ExitStack() as stack:
         files: list[tuple[int, BinaryIO]] = []
         # In this order, because a rotation in between would hide one of them in the other.
@@ -42,8 +54,8 @@ def new_lines(path: Path, mark: Mark | None, to_the_end: bool = False) -> tuple[
             with suppress(FileNotFoundError):
                 file = stack.enter_context(opened(each.parent, each.name))
                 files.insert(0, (os.fstat(file.fileno()).st_ino, file))
-        known = [at for at, (inode, _) in enumerate(files) if mark is not None and inode == mark.inode]
-        for inode, file in files[known[0] if known else 0 :]:
+        begun = [at for at, (inode, _) in enumerate(files) if mark is not None and inode == mark.inode]
+        for inode, file in files[begun[0] if begun else 0 :]:
             offset = mark.offset if mark is not None and inode == mark.inode else 0
             lines, offset = _lines(file, offset, to_the_end or file is not files[-1][1])
             mark = Mark(inode, offset)

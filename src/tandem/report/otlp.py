@@ -6,8 +6,11 @@ in files: a counter then keeps its start time when the process that sends it is 
 """
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import requests
 from opentelemetry._logs import LogRecord, SeverityNumber
@@ -22,9 +25,12 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from tandem import __version__
+from tandem.config.address import hide
+from tandem.errors import ConfigError
 from tandem.report.log_lines import LogEntry
 from tandem.telemetry.metrics import PLANNED_STOPS, RESTARTS
 from tandem.telemetry.spans import Span
+from tandem.timeouts import OTEL_NOT_SERVED_SECONDS
 
 log = logging.getLogger("tandem.tracker")
 
@@ -44,12 +50,8 @@ SINCE_FIRST_LAUNCH = (RESTARTS.name, PLANNED_STOPS.name)
 NOT_SERVED = (404, 405, 501)
 """Answers of a server that does not take this kind of data at all."""
 WORTH_ANOTHER = (401, 403, 408, 429)
-"""Answers below 500 that may pass; after any other, the same data would be refused again."""
-VARIABLES = {
-    "traces": "OTEL_TRACES_EXPORTER",
-    "metrics": "OTEL_METRICS_EXPORTER",
-    "logs": "OTEL_LOGS_EXPORTER",
-}
+"""Answers from 400 to 499 that may pass; after any other, the same data would be refused again."""
+T = TypeVar("T")
 
 
 class OtlpError(Exception):
@@ -59,78 +61,118 @@ class OtlpError(Exception):
 class _Session(requests.Session):
     """Keeps what became of the last request, which the exporters only log."""
 
-    status: int | None = None
-    problem = ""
+    def __init__(self) -> None:
+        super().__init__()
+        self.forget()
+
+    def forget(self) -> None:
+        self.status: int | None = None
+        self.problem = ""
 
     def request(self, *arguments: Any, **options: Any) -> requests.Response:
-        self.status = None
-        self.problem = ""
+        self.forget()
         try:
-            response = super().request(*arguments, **options)
-        except requests.RequestException as error:
+            # A redirected POST becomes a GET, whose answer looks like success.
+            response = super().request(*arguments, **{**options, "allow_redirects": False})
+        except Exception as error:
             self.problem = type(error).__name__
             raise
         self.status = response.status_code
-        self.problem = "" if response.ok else f"HTTP status {response.status_code}"
+        self.problem = f"HTTP status {response.status_code}"
         return response
 
 
-class OtlpClient:
-    """Sends what `signals` names: traces, metrics, logs. Each call returns once the collector has the data.
+class _WithoutSecrets(logging.Handler):
+    """Prints what OpenTelemetry logs. It logs a header that it cannot parse."""
 
-    `attributes` describe this process and run; OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME win over them.
+    def __init__(self, secrets: Sequence[str]) -> None:
+        super().__init__()
+        self._secrets = secrets
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(hide(self.format(record), self._secrets), file=sys.stderr)
+
+
+class OtlpClient:
+    """Sends what `signals` names: traces, metrics, logs; others are dropped.
+
+    A call returns True once the collector has the data or has refused it for good, and False if it takes no
+    data of this kind at the moment. `attributes` describe this process and run; OTEL_RESOURCE_ATTRIBUTES and
+    OTEL_SERVICE_NAME win over them.
     """
 
-    def __init__(self, signals: Sequence[str], attributes: Mapping[str, str]) -> None:
-        ours = Resource(attributes)
-        self._resource = Resource.create().merge(ours).merge(OTELResourceDetector().detect())
+    def __init__(self, signals: Sequence[str], attributes: Mapping[str, str], secrets: Sequence[str]) -> None:
+        """Raises ConfigError if the exporters do not accept their variables."""
+        logger = logging.getLogger("opentelemetry")
+        logger.handlers = [_WithoutSecrets(secrets)]
+        logger.propagate = False
+        self._resource = Resource.create().merge(Resource(attributes)).merge(OTELResourceDetector().detect())
         makers = {"traces": OTLPSpanExporter, "metrics": OTLPMetricExporter, "logs": OTLPLogExporter}
         self._sessions = {signal: _Session() for signal in signals}
-        self._exporters: dict[str, Any] = {
-            signal: makers[signal](session=session) for signal, session in self._sessions.items()
-        }
+        try:
+            self._exporters: dict[str, Any] = {
+                signal: makers[signal](session=session) for signal, session in self._sessions.items()
+            }
+        except ValueError as error:
+            raise ConfigError(f"OTEL_EXPORTER_OTLP_*: {hide(str(error), secrets)}") from error
+        self._pauses: dict[str, float] = {}
         self._has_warned: set[str] = set()
 
-    @property
-    def signals(self) -> frozenset[str]:
-        """What the server takes, as far as is known."""
-        return frozenset(self._exporters)
-
-    def send_spans(self, spans: Sequence[Span]) -> None:
+    def send_spans(self, spans: Sequence[Span]) -> bool:
         """Raises OtlpError."""
-        self._export("traces", [_span(each, self._resource) for each in spans])
+        return self._export("traces", _made(lambda span: _span(span, self._resource), spans))
 
-    def send_logs(self, entries: Sequence[tuple[LogEntry, str, str]]) -> None:
+    def send_logs(self, entries: Sequence[tuple[LogEntry, str, str]]) -> bool:
         """Send entries with trace and span. Raises OtlpError."""
-        self._export("logs", [_record(*each, self._resource) for each in entries])
+        return self._export("logs", _made(lambda entry: _record(*entry, self._resource), entries))
 
-    def send_metrics(self, snapshot: Mapping[str, Any]) -> None:
+    def send_metrics(self, snapshot: Mapping[str, Any]) -> bool:
         """Send what `OtelFiles` has written. Raises OtlpError, and ValueError if it is something else."""
         found = [_metric(each, snapshot) for each in snapshot["families"] if each["points"]]
         scoped = metric_types.ScopeMetrics(SCOPE, found, "")
         data = metric_types.ResourceMetrics(self._resource, [scoped], "")
-        self._export("metrics", metric_types.MetricsData([data]))
+        return self._export("metrics", metric_types.MetricsData([data]))
 
-    def _export(self, signal: str, data: Any) -> None:
+    def try_all(self) -> None:
+        """Ask the collector once more for what it has not taken."""
+        self._pauses.clear()
+
+    def _export(self, signal: str, data: Any) -> bool:
         exporter = self._exporters.get(signal)
-        if exporter is None or data == []:
-            return
+        if exporter is None or not data:
+            return True
+        if self._pauses.get(signal, 0.0) > time.monotonic():
+            return False
         session = self._sessions[signal]
-        session.problem = ""
-        if exporter.export(data).name == "SUCCESS":
-            return
+        session.forget()
+        exporter.export(data)
         status = session.status
+        if status is not None and 200 <= status < 300:
+            return True
         if status in NOT_SERVED:
-            del self._exporters[signal]
-            say = "the OpenTelemetry collector takes no %s (HTTP status %d); set %s=none to say so"
-            log.warning(say, signal, status, VARIABLES[signal])
-        elif status is not None and 400 <= status < 500 and status not in WORTH_ANOTHER:
-            if signal not in self._has_warned:
-                self._has_warned.add(signal)
-                say = "the OpenTelemetry collector refuses some %s (HTTP status %d); they are left out"
-                log.warning(say, signal, status)
-        else:
-            raise OtlpError(f"{signal}: {session.problem or 'no answer in time'}")
+            self._pauses[signal] = time.monotonic() + OTEL_NOT_SERVED_SECONDS
+            say = "the OpenTelemetry collector takes no %s (HTTP status %d); to send none, set %s=none"
+            self._warn(signal, say, signal, status, f"OTEL_{signal.upper()}_EXPORTER")
+            return False
+        if session.problem and not (status and 400 <= status < 500 and status not in WORTH_ANOTHER):
+            raise OtlpError(f"{signal}: {session.problem}")
+        # Without a request, the exporter could not encode it.
+        say = "OpenTelemetry refuses some %s (%s); they are left out"
+        self._warn(signal, say, signal, session.problem or "not valid")
+        return True
+
+    def _warn(self, signal: str, say: str, *values: object) -> None:
+        if signal not in self._has_warned:
+            self._has_warned.add(signal)
+            log.warning(say, *values)
+
+
+def _made(make: Callable[[T], Any], records: Sequence[T]) -> list[Any]:
+    found = []
+    for each in records:
+        with suppress(ValueError, TypeError, OverflowError):  # of a damaged file
+            found.append(make(each))
+    return found
 
 
 def _nano(seconds: float) -> int:

@@ -5,6 +5,7 @@ process can also end what a killed agent has left open. Without OTEL_* variables
 """
 
 import json
+import queue
 import re
 import threading
 import time
@@ -22,7 +23,7 @@ from tandem.telemetry.agent_state import process_age_seconds
 from tandem.telemetry.journal import to_json
 from tandem.telemetry.ledger import FINISHED, OTHER, STOPPED, cause_in, cause_of
 from tandem.telemetry.messages import Heartbeat, Message, Point, RunStarted, StepsDone
-from tandem.timeouts import OTEL_FILE_SECONDS
+from tandem.timeouts import OTEL_FILE_SECONDS, OTEL_LAST_SECONDS
 
 GOOD = (FINISHED, STOPPED, "node joined")
 """Causes of an end that are no error."""
@@ -188,25 +189,25 @@ class Spans:
 class OtelFiles:
     """The files for OpenTelemetry of one launch, in the directory of the logs; nothing until `open`.
 
-    `snapshot` returns the metrics. A full disk costs lines, and no more.
+    `snapshot` returns the metrics. Only a thread writes, because the volume may hang while heartbeats arrive.
+    A full disk costs lines, and no more.
     """
 
     def __init__(self, logs: Path, snapshot: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
         self._logs = logs
         self._snapshot = snapshot
-        self._closing = threading.Event()
+        self._lines: queue.SimpleQueue[dict[str, object] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="tandem-otel", daemon=True)
         self._spans: Spans | None = None
         self._launch = self._first = self._offset = 0.0
 
     def open(self, attributes: Mapping[str, object]) -> None:
         """Begin, on node 0, before the ranks start. The launch is as old as this process."""
         self._launch = time.time() - process_age_seconds()
-        self._first = first_launch(self._logs, self._launch)
         # Unix times that do not jump if the clock is set.
         self._offset = time.time() - time.monotonic()
-        self._spans = Spans(self._append, self._launch, attributes)
-        # In a thread, because the volume may hang.
-        threading.Thread(target=self._write_metrics, name="tandem-otel", daemon=True).start()
+        self._spans = Spans(self._lines.put, self._launch, attributes)
+        self._thread.start()
 
     def started(self, attributes: Mapping[str, object]) -> None:
         """Begin a generation."""
@@ -229,46 +230,55 @@ class OtelFiles:
             self._spans.event(kind, fields)
 
     def finish(self, cause: str, reason: str, attributes: Mapping[str, object]) -> None:
-        """Write how the launch ended, and its last metrics. Raises OSError."""
-        self._closing.set()
+        """Write how the launch ended, and its last metrics; wait for that, with a limit."""
         if self._spans is not None:
             self._spans.closed(cause, reason, self._now(), attributes)
-            self._write_once()
+            self.close()
+            self._thread.join(OTEL_LAST_SECONDS)
 
     def close(self) -> None:
-        self._closing.set()
+        """Write the last metrics, and then nothing more."""
+        self._lines.put(None)
 
     def _now(self) -> float:
         return time.monotonic() + self._offset
 
-    def _write_metrics(self) -> None:
-        while not self._closing.wait(OTEL_FILE_SECONDS):
+    def _write(self) -> None:
+        self._first = first_launch(self._logs, self._launch)
+        due = time.monotonic()
+        is_open = True
+        while is_open:
+            line: dict[str, object] | None = {}
+            with suppress(queue.Empty):
+                line = self._lines.get(timeout=max(0.0, due - time.monotonic()))
+            is_open = line is not None
             with suppress(OSError):
-                self._write_once()
+                if line:
+                    self._append(line)
+                if not is_open or time.monotonic() >= due:
+                    due = time.monotonic() + OTEL_FILE_SECONDS
+                    self._write_metrics()
 
-    def _write_once(self) -> None:
+    def _write_metrics(self) -> None:
         families = self._snapshot()
         record = {"launch": self._launch, "first": self._first, "time": self._now(), "families": families}
         path = self._logs / layout.otel_metrics(self._launch)
-        temporary = path.with_name(f".{path.name}.{threading.get_ident()}.tmp")
+        temporary = path.with_name(f".{path.name}.tmp")
         # Not synced to the disk: after a power loss, an older state is good enough.
         temporary.write_text(json.dumps(record, separators=(",", ":")))
         temporary.replace(path)
 
     def _append(self, line: dict[str, object]) -> None:
-        if line["is"] == "launch":
+        is_first = line["is"] == "launch"
+        if is_first:
             line = {**line, "logs": _sizes(self._logs)}
-        with suppress(OSError):
             self._logs.mkdir(parents=True, exist_ok=True)
-            put_aside(self._path, LOG_BYTES)
-            # The line before ends one that a killed agent has not finished.
-            before = "\n" if line["is"] == "launch" else ""
-            with appending(self._path) as file:
-                file.write(f"{before}{to_json(line)}\n".encode())
-
-    @property
-    def _path(self) -> Path:
-        return self._logs / layout.OTEL_SPANS
+        path = self._logs / layout.OTEL_SPANS
+        put_aside(path, LOG_BYTES)
+        # A killed agent may have left a line without an end.
+        before = "\n" if is_first else ""
+        with appending(path) as file:
+            file.write(f"{before}{to_json(line)}\n".encode())
 
 
 def first_launch(logs: Path, launch: float) -> float:

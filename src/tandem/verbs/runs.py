@@ -151,11 +151,12 @@ def track(options: "Namespace", environ: Environment) -> int:
     from tandem.config.address import secrets_in
     from tandem.log import printable
     from tandem.report import otel, tracking
+    from tandem.report.otel_variables import OTEL
     from tandem.report.tracking import check_tracker
     from tandem.run.directory import RunDir
 
     run = RunDir(options.run_dir)
-    is_otel = options.tracker == otel.OTEL
+    is_otel = options.tracker == OTEL
     # With --follow, the launch itself writes the run's files here, and those at the address are older.
     if not options.follow:
         if not run.is_here:
@@ -169,6 +170,10 @@ def track(options: "Namespace", environ: Environment) -> int:
     name = "OpenTelemetry" if is_otel else tracking.chosen(config, options.tracker)
     if not is_otel:
         check_tracker(name)
+    elif not (run.logs / layout.OTEL_SPANS).exists() and not options.follow:
+        raise ConfigError(
+            f"{options.run_dir} has nothing for OpenTelemetry; set OTEL_EXPORTER_OTLP_ENDPOINT for its launch"
+        )
     # Two senders would send rows twice. With --follow, that of a killed launch may need time to end. A
     # tracker and OpenTelemetry may be sent to at the same time, so they lock different directories.
     with tracking.alone(run.logs if is_otel else run.folder, wait=options.follow):
@@ -184,7 +189,7 @@ def track(options: "Namespace", environ: Environment) -> int:
 
 
 def track_options(parser: "Parser") -> None:
-    from tandem.report.otel import OTEL
+    from tandem.report.otel_variables import OTEL
     from tandem.report.tracking import TRACKERS
 
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory")
