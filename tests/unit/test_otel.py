@@ -1,24 +1,26 @@
-"""OpenTelemetry: what its variables ask for, spans from messages, logs that rotate, and a bad collector."""
+"""OpenTelemetry: what its variables ask for, spans from messages, and logs that rotate."""
 
 import json
 import logging
-import os
 import queue
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from logging.handlers import QueueHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tandem.config.address import hide, secrets_in
 from tandem.errors import ConfigError
-from tandem.report import otel
+from tandem.report import otel, otel_variables
 from tandem.report.log_lines import LogEntry, Mark, entries, new_lines
 from tandem.report.otel import Position
 from tandem.report.otel_variables import OtelChoice, is_wanted, resource_of
 from tandem.run.directory import RunDir
 from tandem.telemetry import metrics
-from tandem.telemetry.journal import Journal
+from tandem.telemetry import spans as writing
 from tandem.telemetry.messages import Heartbeat, Point, RunStarted, StepsDone
 from tandem.telemetry.registry import Registry
 from tandem.telemetry.spans import OtelFiles, Span, Spans, newest_metrics
@@ -38,31 +40,33 @@ ALL = ("metrics", "traces", "logs")
     ({ENDPOINT: "http://c:4317", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, ()),
     ({ENDPOINT: "http://c:4318", "OTEL_EXPORTER_OTLP_LOGS_PROTOCOL": "grpc"}, ("metrics", "traces")),
     ({ENDPOINT: "c:4318"}, ()),
+    ({ENDPOINT: "user:hunter@c:4318"}, ()),
 ])  # fmt: skip
 def test_what_is_sent(environ: dict[str, str], signals: tuple[str, ...]) -> None:
     choice = OtelChoice.of(environ)
     assert choice.signals == signals
-    is_mistake = "grpc" in environ.values() or environ.get(ENDPOINT) == "c:4318"
+    is_mistake = "grpc" in environ.values() or environ.get(ENDPOINT, "h").startswith(("c:", "user:"))
     assert bool(choice.problems) == is_mistake
+    assert "hunter" not in str(choice.problems), "a value may have a password"
     assert all("4318" in problem for problem in choice.problems) and len(choice.problems) <= 1
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("500", 0.5), ("", 60.0), ("often", 60.0), ("-1", 60.0)])
 def test_the_interval(text: str, seconds: float) -> None:
-    assert OtelChoice.of({ENDPOINT: "http://c:4318", otel.INTERVAL: text}).interval == seconds
+    assert OtelChoice.of({ENDPOINT: "http://c:4318", otel_variables.INTERVAL: text}).interval == seconds
 
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> "queue.Queue[logging.LogRecord]":
     lines: queue.Queue[logging.LogRecord] = queue.Queue()
-    monkeypatch.setattr(otel.log, "handlers", [QueueHandler(lines)])
+    monkeypatch.setattr(otel_variables.log, "handlers", [QueueHandler(lines)])
     return lines
 
 
 def test_without_the_package_one_line_says_so(
     said: "queue.Queue[logging.LogRecord]", monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(otel, "find_spec", lambda name: None)
+    monkeypatch.setattr(otel_variables, "find_spec", lambda name: None)
     assert not is_wanted({}) and said.empty()
     assert not is_wanted({ENDPOINT: "http://c:4318", "OTEL_EXPORTER_OTLP_HEADERS": "key=secret"})
     line = said.get_nowait().getMessage()
@@ -188,13 +192,25 @@ def test_a_killed_launch_is_ended_by_the_next() -> None:
     assert run.linked == (spans[0].trace, spans[-1].span) and run.trace != spans[0].trace
 
 
+def test_a_cause_that_a_killed_agent_did_not_know() -> None:
+    launch, position = Lines(), Position({})
+    launch.spans.started(1.0, {"tandem.generation": 1})
+    launch.spans.take(RunStarted(0, 100, 250), 3.0)
+    launch.spans.ended(5.0)
+    launch.spans.started(6.0, {"tandem.generation": 2})
+    assert not launch.read(position)
+    epoch, first, second, run = sorted(position.killed(), key=lambda each: (each.name, each.began))
+    assert (epoch.cause, epoch.ended, first.cause, first.ended) == ("other", 5.0, "other", 5.0)
+    assert second.cause == run.cause == "launch killed" and second.ended == run.ended == 5.0
+
+
 @pytest.mark.parametrize("line", [
     b"", b"[]", b"{}", b'{"is": "launch"}', b'{"is": "begin", "name": 3}', b'{"is": "end", "span": []}',
     b"\xff",
     b'{"is": "launch", "trace": "ab", "span": "cd", "time": "now", "attributes": {}, "logs": []}',
 ])  # fmt: skip
 def test_bad_lines_are_skipped(line: bytes) -> None:
-    position = Position({"open": 3, "begun": None, "spans": "no"})
+    position = Position({"open": 3, "begun": None, "marks": "no"})
     assert list(position.take(line)) == [] and position.saved(line) is None
 
 
@@ -215,6 +231,24 @@ def test_lines_of_a_file_that_rotates(tmp_path: Path) -> None:
     path.write_bytes(b"x")
     assert new_lines(path, mark)[0] == [] and new_lines(path, mark, to_the_end=True)[0] == [b"x"]
     assert new_lines(path, Mark(1, 5))[0] == [b"one", b"two", b"half"]  # of no file that is still there
+
+
+@pytest.mark.parametrize("found", [None, 3, [], [1], [1, 2, 3], ["1", 2], [1, -2], {"1": 2}])
+def test_what_is_no_mark(found: Any) -> None:
+    assert Mark.of(found) is None and Mark.of([1, 2]) == Mark(1, 2)
+
+
+def test_long_lines_and_long_files_are_read_in_parts(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    content = b"".join(b"%d\n" % number for number in range(100_000)) + b"x" * 300_000 + b"\nend\n"
+    path.write_bytes(content)
+    lines, mark = new_lines(path, None)
+    read = lines
+    while lines:
+        lines, mark = new_lines(path, mark)
+        read = [*read, *lines]
+    assert read[:100_000] == [b"%d" % number for number in range(100_000)]
+    assert b"".join(read[100_000:-1]) == b"x" * 300_000 and read[-1] == b"end"
 
 
 def test_entries_of_both_formats() -> None:
@@ -255,114 +289,40 @@ def test_a_snapshot_of_the_registry() -> None:
     json.dumps(registry.snapshot())
 
 
-class Here:
-    """A run directory with what an agent has written, and a collector."""
+def test_a_volume_that_hangs_delays_no_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats come in the thread that processes messages; without them, a rank would count as hung."""
+    is_stuck = threading.Event()
+    may_go_on = threading.Event()
 
-    def __init__(self, folder: Path, collector: Any) -> None:
-        self.folder = folder
-        self.collector = collector
-        self.environ = {ENDPOINT: collector.url, "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
-        os.environ.update(self.environ)
-        (folder / "config.json").write_text('{"task": "digits"}')
-        (folder / "log").mkdir()
-        self.registry = Registry()
-        self.files = OtelFiles(folder / "log", self.registry.snapshot)
-        self.files.open({"tandem.run": "r"})
+    @contextmanager
+    def stuck(path: Path) -> Iterator[Any]:
+        is_stuck.set()
+        assert may_go_on.wait(60)
+        with path.open("ab") as file:
+            yield file
 
-    def sending(self) -> otel.OtelSending:
-        return otel.OtelSending(RunDir(self.folder), [], self.environ)
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra otel")
-    from trials.collector import Collector
-
-    for name in (ENDPOINT, "OTEL_EXPORTER_OTLP_TIMEOUT"):
-        monkeypatch.setenv(name, "")  # put back at the end
-    collector = Collector()
-    own = Here(tmp_path, collector)
-    yield own
-    own.files.close()
-    collector.close()
+    monkeypatch.setattr(writing, "appending", stuck)
+    files = OtelFiles(tmp_path, Registry().snapshot)
+    files.open({"tandem.run": "r"})
+    assert is_stuck.wait(60)
+    files.started({"tandem.generation": 1})
+    files.take(RunStarted(0, 100, 250))
+    files.take(beat(3, "eval"))
+    files.event("rank_killed", {"rank": 1})
+    files.ended()
+    may_go_on.set()
+    files.finish("finished", "", {})
+    lines = [json.loads(line) for line in (tmp_path / "otel-spans.jsonl").read_text().splitlines() if line]
+    assert [line["is"] for line in lines] == ["launch", *["begin"] * 3, *["end"] * 4]
+    assert newest_metrics(tmp_path), "the last ones come after the lines"
 
 
-def finish(here: Here, steps: int = 5) -> None:
-    here.files.started({"tandem.generation": 1})
-    here.registry.apply([metrics.STEPS.inc(steps), metrics.GLOBAL_STEP.set(steps)])
-    Journal(here.folder).event("checkpoint", step=steps, seconds=0.25, bytes=7)
-    (here.folder / "log" / "rank-0.log").write_text("14:02:07 rank 0 | hello\n")
-    here.files.finish("finished", "all done", {})
-
-
-def test_each_is_sent_once(here: Here) -> None:
-    finish(here)
-    first = here.sending()
-    first.send()
-    first.end("finished")
-    again = here.sending()  # as after a kill
-    again.send()
-    again.end("finished")
-    assert sorted(each.name for each in here.collector.spans()) == ["generation", "run", "save"]
-    (save,) = here.collector.spans("save")
-    (generation,) = here.collector.spans("generation")
-    assert save.parent == generation.span and save.ended - save.began == pytest.approx(0.25)
-    assert [each.name for each in here.collector.logs()] == ["hello"]
-    assert len(here.collector.points("tandem_steps")) == 1
-    assert here.collector.points("tandem_steps")[0].resource["service.instance.id"]
-
-
-def test_the_journal_knows_the_last_step(here: Here) -> None:
-    """The agent's messages may be lost, or it may be killed; the rank writes its lines itself."""
-    here.files.started({})
-    here.registry.apply([metrics.GLOBAL_STEP.set(5), metrics.LOSS.set(1.0, split="train")])
-    here.files._write_once()
-    Journal(here.folder).metrics(9, loss=0.25)
-    sending = here.sending()
-    sending.send()
-    sending.end("killed")
-    assert here.collector.last("tandem_global_step") == 9
-    assert here.collector.last("tandem_loss", split="train") == 0.25
-    assert {each.cause for each in here.collector.spans()} == {"launch killed"}
-
-
-def test_the_metrics_of_earlier_launches_come_first(here: Here) -> None:
-    log = here.folder / "log"
-    finish(here)
-    (own,) = newest_metrics(log)
-    old = {**json.loads(own.read_text()), "launch": 5.0, "first": 5.0, "time": 9.0}
-    (log / "otel-metrics-5000.json").write_text(json.dumps(old))
-    (log / "otel-metrics-4000.json").write_text("[")
-    sending = here.sending()
-    sending.send()
-    assert [each.ended for each in here.collector.points("tandem_steps")][0] == 9.0
-    assert len(here.collector.points("tandem_steps")) == 2
-    assert newest_metrics(log) == [own]
-
-
-def test_a_signal_that_is_not_taken_is_left_alone(
-    here: Here, said: "queue.Queue[logging.LogRecord]"
-) -> None:
-    here.collector.answers = lambda path: 404 if path == "/v1/logs" else 400 if "traces" in path else 200
-    finish(here)
-    sending = here.sending()
-    sending.send()
-    sending.end("finished")
-    assert here.collector.last("tandem_steps") == 5
-    lines = [said.get_nowait().getMessage() for _ in range(said.qsize())]
-    assert [line for line in lines if "OTEL_LOGS_EXPORTER=none" in line and "404" in line] and len(lines) == 2
-    asked = len(here.collector.requests)
-    sending.send()
-    assert len(here.collector.requests) == asked
-
-
-def test_one_signal_down_keeps_no_other_waiting(here: Here) -> None:
-    here.collector.answers = lambda path: 503 if "metrics" in path else 200
-    finish(here)
-    sending = here.sending()
-    with pytest.raises(Exception, match="metrics: HTTP status 503"):
-        sending.send()
-    assert here.collector.spans("run") and here.collector.logs()
-    here.collector.answers = lambda path: 200
-    sending.end("finished")
-    assert here.collector.last("tandem_steps") == 5 and len(here.collector.spans()) == 3
+def test_secrets_in_headers() -> None:
+    environ = {
+        "OTEL_EXPORTER_OTLP_HEADERS": "api-key=short1,x-team=0123456789abcdef%2F, tenant=digits",
+        "OTEL_EXPORTER_OTLP_LOGS_HEADERS": "authorization=Bearer%20abcdefgh,written: badly",
+    }
+    secrets = secrets_in(environ)
+    for secret in ("short1", "0123456789abcdef%2F", "0123456789abcdef/", "abcdefgh", "written: badly"):
+        assert secret not in hide(f"is {secret} here", secrets), secret
+    assert hide("task digits", secrets) == "task digits"

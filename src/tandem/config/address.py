@@ -127,8 +127,9 @@ def secrets_in(environ: Mapping[str, str]) -> list[str]:
             found.append(pair)  # whole, because it may be written as no pair
             # Any name may have a key as its value. What is shorter may be a tenant's name.
             if is_secret(name.strip()) or len(value) >= SHORTEST_KEY:
-                # Encoded as in a URL; behind a scheme such as Bearer.
-                found += [value, unquote(value), unquote(value).strip().rpartition(" ")[2]]
+                decoded = unquote(value).strip()  # from the encoding of URLs
+                # As an error shows it, and without a scheme such as Bearer.
+                found += [value, decoded, repr(decoded)[1:-1], decoded.rpartition(" ")[2]]
     return found
 
 

@@ -199,6 +199,7 @@ class OtelFiles:
         self._lines: queue.SimpleQueue[dict[str, object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="tandem-otel", daemon=True)
         self._spans: Spans | None = None
+        self._earlier: dict[str, list[int]] = {}
         self._launch = self._first = self._offset = 0.0
 
     def open(self, attributes: Mapping[str, object]) -> None:
@@ -206,6 +207,7 @@ class OtelFiles:
         self._launch = time.time() - process_age_seconds()
         # Unix times that do not jump if the clock is set.
         self._offset = time.time() - time.monotonic()
+        self._earlier = _sizes(self._logs)
         self._spans = Spans(self._lines.put, self._launch, attributes)
         self._thread.start()
 
@@ -271,7 +273,7 @@ class OtelFiles:
     def _append(self, line: dict[str, object]) -> None:
         is_first = line["is"] == "launch"
         if is_first:
-            line = {**line, "logs": _sizes(self._logs)}
+            line = {**line, "logs": self._earlier}
             self._logs.mkdir(parents=True, exist_ok=True)
         path = self._logs / layout.OTEL_SPANS
         put_aside(path, LOG_BYTES)
