@@ -1,106 +1,22 @@
 """Runs that are sent to an OpenTelemetry collector, and are killed in part or as a whole."""
 
-import json
 import os
 import signal
-import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
+from otel_runs import Sent, only, words_of
 from small_runs import Runs, rank_processes
-
-from tree import of_launch
-
-pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra otel")
-from trials.collector import Collector, Seen  # noqa: E402
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
 EPOCH = 104  # steps
 
 
-class Sent:
-    """A collector, and runs that it gets."""
-
-    def __init__(self, runs: Runs) -> None:
-        self.collector = Collector()
-        self.runs = runs
-        runs.environment |= {
-            "OTEL_EXPORTER_OTLP_ENDPOINT": self.collector.url,
-            "OTEL_METRIC_EXPORT_INTERVAL": "300",
-        }
-
-    def start(self, *flags: object, delay: float = 0.02) -> Any:
-        every = ["--log-every", 1, "--checkpoint-every", 25, *flags]
-        return self.runs.start("launch", "run", *every, delay=delay)
-
-    def exporter(self, launch: int) -> int:
-        """The process that sends: the only one below the launch with these words."""
-        found = []
-        for pid in of_launch(launch):
-            words = _words(pid)
-            if "--follow" in words and "track" in words:
-                found.append(pid)
-        return max(found, default=0)
-
-    def wait_for_exporter(self, launch: int, besides: int = 0) -> int:
-        self.runs.until(lambda: self.exporter(launch) not in (0, besides), "process that sends")
-        return self.exporter(launch)
-
-    def last_step(self) -> int:
-        """The last one that the journal has."""
-        lines = (self.runs.folder / "run" / "metrics.jsonl").read_text().splitlines()
-        return max(json.loads(line)["step"] for line in lines if line.endswith("}"))
-
-    def until_step(self, step: int) -> None:
-        self.collector.until(lambda: self.collector.last("tandem_global_step") >= step, f"step {step}")
-
-    def check_tree(self) -> None:
-        """Parents are there, and are of the right kind. What was sent twice, due to a kill, is the same."""
-        spans = {(each.trace, each.span): each for each in self.collector.spans()}
-        assert all(each == spans[each.trace, each.span] for each in self.collector.spans())
-        above = {"run": None, "generation": "run"}
-        for each in spans.values():
-            parent = spans.get((each.trace, each.parent))
-            assert (parent.name if parent else None) == above.get(each.name, "generation"), each
-            assert each.ended >= each.began > time.time() - 1000
-
-    def check_counters(self, launches: int = 1) -> None:
-        """Nothing is counted twice: a value never falls while the start time is the same."""
-        points = self.collector.points("tandem_steps")
-        assert len({each.began for each in points}) == launches
-        for began in {each.began for each in points}:
-            values = [each.value for each in points if each.began == began]
-            assert values == sorted(values)
-        assert all(each.is_cumulative_sum for each in points)
-
-
-def _words(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    except OSError:
-        return []
-
-
-def only(found: list[Seen]) -> Seen:
-    (one,) = found
-    return one
-
-
-@pytest.fixture
-def sent(runs: Runs) -> Iterator[Sent]:
-    here = Sent(runs)
-    yield here
-    here.collector.close()
-
-
 def test_a_rank_and_the_sending_process_are_killed(runs: Runs, sent: Sent) -> None:
     process = sent.start("--nproc", 2, "--steps", 250)
-    first = sent.wait_for_exporter(process.pid)
+    first = sent.wait_for_sender()
     sent.until_step(30)
     os.kill(first, signal.SIGKILL)
-    second = sent.wait_for_exporter(process.pid, first)
+    second = sent.wait_for_sender(first)
     os.kill(rank_processes(process.pid)["tandem-rank-1"], signal.SIGKILL)
     sent.until_step(150)
     os.kill(second, signal.SIGKILL)
@@ -144,9 +60,9 @@ def test_the_agent_is_killed_and_the_run_continues(runs: Runs, sent: Sent) -> No
     runs.environment["OTEL_RESOURCE_ATTRIBUTES"] = "service.instance.id=mine,team=a"
     process = sent.start("--nproc", 1, "--steps", 100_000)
     runs.wait_for_step("run", 50)
-    exporter = sent.wait_for_exporter(process.pid)
+    sender = sent.wait_for_sender()
     os.kill(process.pid, signal.SIGKILL)
-    runs.until(lambda: not _words(exporter), "end of the sending process")
+    runs.until(lambda: not words_of(sender), "end of the sending process")
     last = sent.last_step()
     assert sent.collector.last("tandem_global_step") == last
     first = only(sent.collector.spans("run"))

@@ -8,22 +8,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import pytest
-
 from patience import patient
-
-pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason="the extra otel")
-from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest  # noqa: E402
-from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (  # noqa: E402
-    ExportMetricsServiceRequest,
-)
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest  # noqa: E402
-
-KINDS = {
-    "/v1/traces": ExportTraceServiceRequest,
-    "/v1/metrics": ExportMetricsServiceRequest,
-    "/v1/logs": ExportLogsServiceRequest,
-}
 
 
 @dataclass(frozen=True)
@@ -57,6 +42,7 @@ class Collector:
         self.requests: list[tuple[float, str, dict[str, str]]] = []
         self._taken: list[tuple[str, Any]] = []
         self._lock = threading.Lock()
+        self._kinds = _kinds()
         owner = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -87,7 +73,7 @@ class Collector:
         answer = self.answers(path)
         if headers.get("Content-Encoding") == "gzip":
             body = gzip.decompress(body)
-        decoded = KINDS[path].FromString(body)
+        decoded = self._kinds[path].FromString(body)
         with self._lock:
             self.requests.append((time.monotonic(), path, {k.lower(): v for k, v in headers.items()}))
             if answer == 200:
@@ -99,7 +85,11 @@ class Collector:
         self._server.server_close()
 
     def spans(self, name: str | None = None) -> list[Seen]:
-        return [each for each in self._spans() if name in (None, each.name)]
+        """Each once: a request that a kill interrupts is sent again, and has to be the same."""
+        found: dict[tuple[str, str], Seen] = {}
+        for each in self._spans():
+            assert found.setdefault((each.trace, each.span), each) == each
+        return [each for each in found.values() if name in (None, each.name)]
 
     def logs(self) -> list[Seen]:
         return list(self._logs())
@@ -111,6 +101,11 @@ class Collector:
     def last(self, name: str, **attributes: str) -> float:
         """The newest value of a metric with these attributes."""
         found = [each for each in self.points(name) if attributes.items() <= each.attributes.items()]
+        return max(found, key=lambda each: each.ended).value if found else -1.0
+
+    def last_of_run(self, name: str, run: str) -> float:
+        """The same of one of several runs."""
+        found = [each for each in self.points(name) if each.resource["tandem.run"] == run]
         return max(found, key=lambda each: each.ended).value if found else -1.0
 
     def until(self, condition: Callable[[], bool], what: str, limit: float = 60.0) -> None:
@@ -159,6 +154,16 @@ class Collector:
                             value=getattr(point, "as_double", 0.0),
                             is_cumulative_sum=is_sum and data.aggregation_temporality == 2, message=point,
                         )  # fmt: skip
+
+
+def _kinds() -> dict[str, Any]:
+    """The requests by path; imported here, because the extra `otel` may be missing."""
+    from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
+    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    requests = ExportTraceServiceRequest, ExportMetricsServiceRequest, ExportLogsServiceRequest
+    return dict(zip(("/v1/traces", "/v1/metrics", "/v1/logs"), requests, strict=True))
 
 
 def _plain(attributes: Any) -> dict[str, Any]:

@@ -23,12 +23,13 @@ from tandem.telemetry.journal import Journal
 from tandem.telemetry.messages import RunStarted, StepsDone
 from tandem.telemetry.registry import Registry
 from tandem.telemetry.spans import OtelFiles, newest_metrics
+from trials.collector import Collector
 
 
 class Here:
     """A run directory with what an agent has written, and a collector."""
 
-    def __init__(self, folder: Path, collector: Any, environ: dict[str, str]) -> None:
+    def __init__(self, folder: Path, collector: Collector, environ: dict[str, str]) -> None:
         self.folder = folder
         self.log = folder / "log"
         self.collector = collector
@@ -64,8 +65,6 @@ class Here:
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
     require("otel", is_installed(), "the extra of this name")
-    from trials.collector import Collector
-
     collector = Collector()
     environ = {ENDPOINT: collector.url, "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
     for name, value in environ.items():  # which the exporters read
