@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from logging.handlers import QueueHandler
 from pathlib import Path
-from typing import Any
 
 import pytest
 
