@@ -253,6 +253,10 @@ OTEL_LAST_SECONDS = 5.0
 """For the last write at the end of a launch, on a volume that may hang."""
 OTEL_NOT_SERVED_SECONDS = 60.0
 """Before a collector that does not take a kind of data is asked again: a proxy may answer 404 for a while."""
+OTEL_REQUEST_SECONDS = 10.0
+"""The longest timeout of a request: metrics, traces and logs all have their turn in TRACKER_END_SECONDS."""
+OTEL_LONGEST_WAIT_SECONDS = 600.0
+"""The longest Retry-After of a collector that is heeded: a wrong header must not end all sending."""
 TRACKER_END_SECONDS = 30.0
 """For the last rows at the end of a launch: one request of TRACKER_REQUEST_SECONDS, and one retry."""
 TRACKER_ORPHAN_SECONDS = 35.0

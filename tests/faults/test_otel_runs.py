@@ -22,7 +22,7 @@ def test_a_rank_and_the_sending_process_are_killed(runs: Runs, sent: Sent) -> No
     os.kill(second, signal.SIGKILL)
     code, output = runs.processes.wait(process)
     assert code == 0, output
-    assert output.count("was killed (signal 9); starting it again") == 2
+    assert output.count("was killed (signal 9); restarting") == 2
     there = sent.collector
     assert there.last("tandem_global_step") == 250
     assert there.last("tandem_restarts", reason="crash") == 1

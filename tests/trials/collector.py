@@ -39,6 +39,7 @@ class Collector:
 
     def __init__(self, answers: Callable[[str], int | float] = lambda path: 200) -> None:
         self.answers = answers
+        self.headers: dict[str, str] = {}
         self.requests: list[tuple[float, str, dict[str, str]]] = []
         self._taken: list[tuple[str, Any]] = []
         self._lock = threading.Lock()
@@ -54,6 +55,8 @@ class Collector:
                     return
                 self.send_response(answer)
                 self.send_header("Content-Length", "0")
+                for name, value in owner.headers.items():
+                    self.send_header(name, value)
                 self.end_headers()
 
             def log_message(self, format: str, *args: object) -> None:

@@ -5,6 +5,7 @@ import logging
 import queue
 import time
 from collections.abc import Iterator
+from email.utils import formatdate
 from logging.handlers import QueueHandler
 from pathlib import Path
 
@@ -162,6 +163,65 @@ def test_an_answer_that_is_no_success(here: Here, answer: int) -> None:
     assert here.collector.last("tandem_steps") == 5
 
 
+def test_a_request_that_fails_is_not_repeated_at_once(here: Here) -> None:
+    """The exporters would repeat it for their whole timeout, each, and delay the end of a launch by that."""
+    here.collector.answers = lambda path: 503
+    here.finish()
+    sending = here.sending()
+    for asked in (3, 6):
+        with pytest.raises(Exception, match="503"):
+            sending.send("finished")
+        assert len(here.collector.requests) == asked
+
+
+@pytest.mark.parametrize("wait", ["3600", formatdate(time.time() + 7200, usegmt=True)])
+def test_a_collector_that_asks_for_time_gets_it(here: Here, wait: str) -> None:
+    here.collector.answers = lambda path: 429
+    here.collector.headers["Retry-After"] = wait
+    here.files.started({"tandem.generation": 1})
+    here.until_written("generation")
+    sending = here.sending()
+    for _ in range(3):
+        with pytest.raises(Exception, match="metrics: HTTP status 429"):
+            sending.send()
+        assert [path for _, path, _ in here.collector.requests] == ["/v1/metrics"]
+    here.collector.answers = lambda path: 200
+    here.finish()
+    sending.send("finished")  # the last time to ask
+    assert here.collector.last("tandem_steps") == 5
+
+
+@pytest.mark.parametrize(("text", "seconds"), [
+    ("7", 7.0), ("0", 0.0), ("-1", None), ("soon", None), ("", None), ("9" * 400, 600.0),
+    ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0),
+])  # fmt: skip
+def test_how_long_a_collector_may_ask_for(text: str, seconds: float | None) -> None:
+    require("otel", is_installed(), "the extra of this name")
+    from tandem.report.otlp import _retry_after
+
+    assert _retry_after(text) == seconds
+
+
+def test_a_short_wait_is_no_failure(here: Here) -> None:
+    here.collector.headers["Retry-After"] = "1"
+    answers = iter([429])
+    here.collector.answers = lambda path: next(answers, 200)
+    here.finish()
+    here.sending().send("finished")
+    assert here.names() == ["generation", "run", "save"] and here.collector.last("tandem_steps") == 5
+
+
+def test_logs_are_sent_without_secrets(here: Here) -> None:
+    here.environ["MY_API_KEY"] = "nobodyKnowsThis"
+    here.finish()
+    (here.log / "rank-0.log").write_text(
+        "14:02:07 rank 0 | key nobodyKnowsThis\nalso nobodyKnowsThis\n14:02:08 rank 0 | password=abcdef12\n"
+    )
+    here.sending().send("finished")
+    texts = [each.name for each in here.collector.logs()]
+    assert texts == ["key [hidden]\nalso [hidden]", "password=[hidden]"]
+
+
 def test_one_signal_down_keeps_no_other_waiting(here: Here) -> None:
     """Also the last step and the end arrive, though another signal's server is down to the end."""
     here.collector.answers = lambda path: 503 if "logs" in path else 200
@@ -265,5 +325,5 @@ def test_what_the_exporters_log_has_no_secret(
     with pytest.raises(Exception) as raised:
         sending.send("finished")
     printed = capfd.readouterr()
-    assert "Header format invalid" in printed.err and "spans batch" in printed.err
+    assert "Header format invalid" in printed.err and "Failed to export" in printed.err
     assert "notForAnyone" not in printed.err + printed.out + sending.words(raised.value)

@@ -104,7 +104,8 @@ class TrackerProcess:
         pause = TRACKER_RESTART_SECONDS
         while (code := self._process.wait()) < 0:
             if not self._is_told.is_set():
-                log.warning("what sends to %s was killed (signal %d); starting it again", self._name, -code)
+                say = "the process that sends to %s was killed (signal %d); restarting it"
+                log.warning(say, self._name, -code)
             self._is_told.wait(pause)  # at the end, the rest is to be sent in time
             pause = min(2 * pause, TRACKER_LONGEST_PAUSE_SECONDS)
             with self._lock:

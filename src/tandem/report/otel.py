@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
@@ -17,7 +18,7 @@ from uuid import uuid4
 
 from tandem import layout
 from tandem.bounded_reader import content, parsed
-from tandem.config.address import hide
+from tandem.config.address import hidden, hide
 from tandem.errors import ConfigError, TandemError
 from tandem.report.log_lines import LogEntry, Mark, entries, new_lines
 from tandem.report.otel_variables import ENDPOINT, INSTALL, OtelChoice, is_installed, resource_of
@@ -146,7 +147,7 @@ class OtelSending:
         self.files = run.files()
         self._position = Position(_read(run.logs / layout.OTEL_SENT))
         task = str(self.files.read(layout.CONFIG).get("task") or "")
-        about = resource_of(environ, run.folder, task, self._position.identity)
+        about = hidden(resource_of(environ, run.folder, task, self._position.identity), secrets)
         self._client = OtlpClient(self._choice.signals, about, secrets)
         self._due = 0.0
         self._ended: str | None = None
@@ -201,7 +202,17 @@ class OtelSending:
             return 0
         logs = self._run.logs
         names = sorted(each.name for each in logs.iterdir() if LOG_FILE.fullmatch(each.name))
-        return sum(self._send_file(logs / name, _log_entries, self._client.send_logs) for name in names)
+        return sum(self._send_file(logs / name, self._entries, self._client.send_logs) for name in names)
+
+    def _entries(self, path: Path, lines: list[bytes], position: Position) -> list[tuple[LogEntry, str, str]]:
+        written = time.time()
+        with suppress(OSError):  # just rotated
+            written = path.stat().st_mtime
+        found = (
+            replace(each, text=hide(each.text, self._secrets)) for each in entries(lines, path.name, written)
+        )
+        # A log in text has times to the second.
+        return [(each, *position.at(each.time + 0.5)) for each in found]
 
     def _send_file(
         self,
@@ -289,14 +300,6 @@ def _spans(path: Path, lines: list[bytes], position: Position) -> list[Span]:
 
 def _saves(path: Path, lines: list[bytes], position: Position) -> list[Span]:
     return [span for line in lines if (span := position.saved(line)) is not None]
-
-
-def _log_entries(path: Path, lines: list[bytes], position: Position) -> list[tuple[LogEntry, str, str]]:
-    written = time.time()
-    with suppress(OSError):  # just rotated
-        written = path.stat().st_mtime
-    # A log in text has times to the second.
-    return [(each, *position.at(each.time + 0.5)) for each in entries(lines, path.name, written)]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Its exporters read endpoints, headers, certificates, compression and timeouts from their own variables
 (OTEL_EXPORTER_OTLP_*). The records are built here instead of by its instruments, because what was measured is
-in files: a counter then keeps its start time when the process that sends it is restarted.
+in files: a counter then keeps its start time when the process that sends it is restarted. `tracking.follow`
+repeats a failed request, so that a collector that is down delays the end of a launch as little as possible.
 """
 
 import logging
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 import requests
@@ -30,7 +32,7 @@ from tandem.errors import ConfigError
 from tandem.report.log_lines import LogEntry
 from tandem.telemetry.metrics import PLANNED_STOPS, RESTARTS
 from tandem.telemetry.spans import Span
-from tandem.timeouts import OTEL_NOT_SERVED_SECONDS
+from tandem.timeouts import OTEL_LONGEST_WAIT_SECONDS, OTEL_NOT_SERVED_SECONDS, OTEL_REQUEST_SECONDS
 
 log = logging.getLogger("tandem.tracker")
 
@@ -49,8 +51,11 @@ SINCE_FIRST_LAUNCH = (RESTARTS.name, PLANNED_STOPS.name)
 """Counters that a launch continues; the others begin with the launch."""
 NOT_SERVED = (404, 405, 501)
 """Answers of a server that does not take this kind of data at all."""
-WORTH_ANOTHER = (401, 403, 408, 429)
+TOO_MANY = 429
+WORTH_ANOTHER = (401, 403, 408, TOO_MANY)
 """Answers from 400 to 499 that may pass; after any other, the same data would be refused again."""
+MOST_TRIES = 3
+"""So often is a request made to a server that asks for short pauses, before this counts as a failure."""
 T = TypeVar("T")
 
 
@@ -59,7 +64,11 @@ class OtlpError(Exception):
 
 
 class _Session(requests.Session):
-    """Keeps what became of the last request, which the exporters only log."""
+    """Makes one request, and keeps what became of it, which the exporters only log.
+
+    The exporters repeat a request until their own timeout, which many set in milliseconds, as other SDKs
+    expect. Therefore they only see failures that are not worth a repetition.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,18 +77,40 @@ class _Session(requests.Session):
     def forget(self) -> None:
         self.status: int | None = None
         self.problem = ""
+        self.wait: float | None = None  # seconds, if the server asks for a pause
 
     def request(self, *arguments: Any, **options: Any) -> requests.Response:
         self.forget()
+        # A redirected POST becomes a GET, whose answer looks like success.
+        options["allow_redirects"] = False
+        options["timeout"] = min(options.get("timeout") or OTEL_REQUEST_SECONDS, OTEL_REQUEST_SECONDS)
         try:
-            # A redirected POST becomes a GET, whose answer looks like success.
-            response = super().request(*arguments, **{**options, "allow_redirects": False})
+            response = self._answer(*arguments, **options)
         except Exception as error:
             self.problem = type(error).__name__
-            raise
+            raise requests.RequestException(str(error)) from error
         self.status = response.status_code
         self.problem = f"HTTP status {response.status_code}"
+        if self.status == TOO_MANY or self.status >= 500:
+            self.wait = _retry_after(response.headers.get("Retry-After", ""))
+            raise requests.RequestException(self.problem)
         return response
+
+    def _answer(self, *arguments: Any, **options: Any) -> requests.Response:
+        try:
+            return super().request(*arguments, **options)
+        except requests.Timeout:
+            raise
+        except requests.ConnectionError:  # the server may have closed an idle connection
+            return super().request(*arguments, **options)
+
+
+def _retry_after(text: str) -> float | None:
+    """Return the seconds that the header Retry-After asks for, with a limit; None if it does not say."""
+    with suppress(ValueError, TypeError, OverflowError):
+        seconds = float(text) if text.isdecimal() else parsedate_to_datetime(text).timestamp() - time.time()
+        return min(max(0.0, seconds), OTEL_LONGEST_WAIT_SECONDS)
+    return None
 
 
 class _WithoutSecrets(logging.Handler):
@@ -116,6 +147,7 @@ class OtlpClient:
         except ValueError as error:
             raise ConfigError(f"OTEL_EXPORTER_OTLP_*: {hide(str(error), secrets)}") from error
         self._pauses: dict[str, float] = {}
+        self._waits: dict[str, tuple[float, str]] = {}
         self._has_warned: set[str] = set()
 
     def send_spans(self, spans: Sequence[Span]) -> bool:
@@ -134,8 +166,9 @@ class OtlpClient:
         return self._export("metrics", metric_types.MetricsData([data]))
 
     def try_all(self) -> None:
-        """Ask the collector once more for what it has not taken."""
+        """Offer the collector once more what it has not taken, also if it asked to wait."""
         self._pauses.clear()
+        self._waits.clear()
 
     def _export(self, signal: str, data: Any) -> bool:
         exporter = self._exporters.get(signal)
@@ -143,21 +176,35 @@ class OtlpClient:
             return True
         if self._pauses.get(signal, 0.0) > time.monotonic():
             return False
+        until, problem = self._waits.get(signal, (0.0, ""))
+        if until > time.monotonic():
+            raise OtlpError(problem)
         session = self._sessions[signal]
-        session.forget()
-        exporter.export(data)
+        for _ in range(MOST_TRIES):
+            session.forget()
+            with suppress(ValueError, TypeError, OverflowError):  # it cannot encode a damaged file's values
+                exporter.export(data)
+            if session.wait is None or session.wait > OTEL_REQUEST_SECONDS:
+                break
+            time.sleep(session.wait)
+        return self._is_done(signal, session)
+
+    def _is_done(self, signal: str, session: _Session) -> bool:
         status = session.status
         if status is not None and 200 <= status < 300:
             return True
         if status in NOT_SERVED:
             self._pauses[signal] = time.monotonic() + OTEL_NOT_SERVED_SECONDS
-            say = "the OpenTelemetry collector takes no %s (HTTP status %d); to send none, set %s=none"
+            say = "the OpenTelemetry collector does not accept %s (HTTP status %d); to send none, set %s=none"
             self._warn(signal, say, signal, status, f"OTEL_{signal.upper()}_EXPORTER")
             return False
         if session.problem and not (status and 400 <= status < 500 and status not in WORTH_ANOTHER):
-            raise OtlpError(f"{signal}: {session.problem}")
+            problem = f"{signal}: {session.problem}"
+            if session.wait:
+                self._waits[signal] = (time.monotonic() + session.wait, problem)
+            raise OtlpError(problem)
         # Without a request, the exporter could not encode it.
-        say = "OpenTelemetry refuses some %s (%s); they are left out"
+        say = "the OpenTelemetry collector rejected some %s (%s); these are not sent again"
         self._warn(signal, say, signal, session.problem or "not valid")
         return True
 
