@@ -79,7 +79,7 @@ HIDDEN = "[hidden]"
 SHORTEST = 6
 """Shorter values cannot be distinguished from ordinary text."""
 SHORTEST_KEY = 16
-"""Shorter values of unknown headers are no keys."""
+"""Shorter values of other headers are not treated as keys."""
 _NAME = (
     r"[\w.-]{0,60}(?:secret|passw(?:or)?d|passphrase|token|credentials?"
     r"|(?:access|account|api|auth|deploy|encryption|license|master|private|signing|storage)[_-]?key)"

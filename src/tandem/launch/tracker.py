@@ -1,8 +1,8 @@
 """Run the processes that send the run to a tracker and to OpenTelemetry, next to node 0's agent.
 
 They are separate processes so that what their clients import, wait for or break does not affect the agent.
-They learn of the launch's end, even of a killed launch, when their standard input closes. One that is killed
-is started again; how far the run has been sent is in its directory.
+They learn of the launch's end, even of a killed launch, when their standard input closes. A killed one is
+restarted; the run directory records how far the run has been sent.
 """
 
 import logging
@@ -39,7 +39,7 @@ PATIENCE = {
 
 
 def trackers_of(settings: Settings, environ: Mapping[str, str]) -> list[str]:
-    """Return where this launch is sent: a tracker, and OpenTelemetry if its variables ask for it."""
+    """Return the trackers of this launch, including OpenTelemetry if its variables ask for it."""
     chosen = settings.telemetry.remote_tracker
     return [*([chosen] if chosen else []), *([OTEL] if is_wanted(environ) else [])]
 
@@ -79,7 +79,7 @@ class TrackerProcess:
 
     def _is_working(self) -> bool:
         code = self._process.poll()
-        return code is None or code < 0  # a killed one is about to be started again
+        return code is None or code < 0  # a killed one is about to be restarted
 
     def _start(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
@@ -118,7 +118,7 @@ class TrackerProcess:
 
 
 class TrackerProcesses:
-    """The processes of one launch, from construction to `ended`; none if the run is sent nowhere."""
+    """The processes of one launch, from construction to `ended`; none if the run has no tracker."""
 
     def __init__(self, names: Sequence[str], folder: Path) -> None:
         self._processes = [TrackerProcess(name, folder) for name in names]

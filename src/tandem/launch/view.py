@@ -151,9 +151,9 @@ class NodeView:
         self._outgoing.flush(stop)
 
     def write_for_otel(self) -> None:
-        """Begin to write what is sent to OpenTelemetry; on node 0, before the ranks start."""
+        """Start to write data for OpenTelemetry; only on node 0, before the ranks start."""
         known = {"tandem.run": self._run.folder.name, "tandem.task": self._settings.run.task}
-        with reporting("write what OpenTelemetry gets"):
+        with reporting("write data for OpenTelemetry"):
             self._otel.open({**known, "tandem.platform": self._placement.platform})
 
     def rejoining(self) -> None:

@@ -14,7 +14,7 @@ from tandem.bounded_reader import opened, parsed
 from tandem.rotation import older
 
 MOST_BYTES = 2**18
-"""How much is read at once, and sent in one request; a longer line is read in parts."""
+"""How much is read at once and sent in one request; a longer line is read in parts."""
 LONGEST_BODY = 64 * 1024
 LINE = re.compile(r"(\d\d):(\d\d):(\d\d) (node|rank) (\d+) \| (?:(debug|warning|error|critical): )?(.*)")
 """As `log.TextFormatter` writes it."""
@@ -30,7 +30,7 @@ class Mark(NamedTuple):
 
     @classmethod
     def of(cls, found: Any) -> "Mark | None":
-        """Return the mark that a JSON list holds, if it does."""
+        """Return the mark in a JSON list, or None."""
         match found:
             case [int(inode), int(offset)] if offset >= 0:
                 return cls(inode, offset)

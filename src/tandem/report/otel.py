@@ -29,10 +29,10 @@ from tandem.telemetry.journal import write_json_atomic
 from tandem.telemetry.spans import LOG_FILE, Span, newest_metrics
 
 MOST_ROUNDS = 50
-"""So many requests for one file, before the others have their turn again."""
+"""Requests for one file before the other files get their turn."""
 MOST_BEGUN = 200
 SAVES = {"checkpoint": ledger.FINISHED, "checkpoint_failed": ledger.FAILED}
-"""Events about saves, and the cause of the span's end."""
+"""Events about saves, and the cause that their span ends with."""
 T = TypeVar("T")
 
 
@@ -110,7 +110,7 @@ class Position:
         return Span(*known, float(now), str(cause), attributes, (link[0], link[1]) if link else None)
 
     def killed(self, at_most: float = math.inf) -> list[Span]:
-        """End what a killed launch has left open, at the last time at which anything is known of it."""
+        """End the spans that a killed launch left open, at the last time that is known of it."""
         seen = min(max(self.last, self.metrics), at_most)
         newest = max(
             (each["time"] for each in self.open.values() if each["name"] == "generation"), default=0.0
@@ -124,7 +124,7 @@ class Position:
         return spans
 
     def at(self, moment: float) -> tuple[str, str]:
-        """Return trace and span to which something of this time belongs."""
+        """Return the trace and the span to which something at this time belongs."""
         found = [each for each in self.begun if moment >= each[0]] or self.begun[:1]
         return (found[-1][1], found[-1][2]) if found else ("", "")
 
@@ -266,7 +266,7 @@ class OtelSending:
         return 0
 
     def _with_last_step(self, snapshot: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the metrics with the last step, of which a killed agent may not have heard."""
+        """Return the metrics with the last step, which a killed agent may not have received."""
         began = snapshot.get("launch", math.inf)
         rows = [row for row in self.files.lines(layout.METRICS) if (row.get("time") or 0.0) >= began]
         if not rows:
@@ -289,7 +289,7 @@ class OtelSending:
         return {**snapshot, "families": [*families.values()], "time": math.nextafter(moment, math.inf)}
 
     def _keep(self, position: Position) -> None:
-        """Record what has arrived; after a kill before that, it is sent once more, with the same IDs."""
+        """Record what has arrived. If this process is killed before, it is sent once more, with the same IDs."""
         self._position = position
         write_json_atomic(self._run.logs / layout.OTEL_SENT, vars(position))
 

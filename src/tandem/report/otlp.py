@@ -48,19 +48,19 @@ SEVERITIES = {
 }
 UNITS = {"_seconds": "s", "_bytes": "By", "_joules": "J", "_celsius": "Cel"}
 SINCE_FIRST_LAUNCH = (RESTARTS.name, PLANNED_STOPS.name)
-"""Counters that a launch continues; the others begin with the launch."""
+"""Counters that a launch continues; the others start with the launch."""
 NOT_SERVED = (404, 405, 501)
-"""Answers of a server that does not take this kind of data at all."""
+"""Answers of a server that does not accept this kind of data at all."""
 TOO_MANY = 429
 WORTH_ANOTHER = (401, 403, 408, TOO_MANY)
-"""Answers from 400 to 499 that may pass; after any other, the same data would be refused again."""
+"""Answers from 400 to 499 that may pass; after any other, the same data would be rejected again."""
 MOST_TRIES = 3
-"""So often is a request made to a server that asks for short pauses, before this counts as a failure."""
+"""How often a request is made to a server that asks for short pauses, before it counts as failed."""
 T = TypeVar("T")
 
 
 class OtlpError(Exception):
-    """The collector did not take something that is worth another attempt."""
+    """The collector did not accept data that is worth another attempt."""
 
 
 class _Session(requests.Session):
@@ -106,7 +106,7 @@ class _Session(requests.Session):
 
 
 def _retry_after(text: str) -> float | None:
-    """Return the seconds that the header Retry-After asks for, with a limit; None if it does not say."""
+    """Return the seconds that a Retry-After header asks for, with a limit; None if it is not valid."""
     with suppress(ValueError, TypeError, OverflowError):
         seconds = float(text) if text.isdecimal() else parsedate_to_datetime(text).timestamp() - time.time()
         return min(max(0.0, seconds), OTEL_LONGEST_WAIT_SECONDS)
@@ -114,7 +114,7 @@ def _retry_after(text: str) -> float | None:
 
 
 class _WithoutSecrets(logging.Handler):
-    """Prints what OpenTelemetry logs. It logs a header that it cannot parse."""
+    """Prints what OpenTelemetry logs, without secrets: it logs a header that it cannot parse."""
 
     def __init__(self, secrets: Sequence[str]) -> None:
         super().__init__()
@@ -125,11 +125,11 @@ class _WithoutSecrets(logging.Handler):
 
 
 class OtlpClient:
-    """Sends what `signals` names: traces, metrics, logs; others are dropped.
+    """Sends the kinds of data in `signals` (traces, metrics, logs); others are dropped.
 
-    A call returns True once the collector has the data or has refused it for good, and False if it takes no
-    data of this kind at the moment. `attributes` describe this process and run; OTEL_RESOURCE_ATTRIBUTES and
-    OTEL_SERVICE_NAME win over them.
+    A call returns True if the collector has accepted the data or rejected it for good, and False if it does
+    not accept this kind of data at present. `attributes` describe this process and run; OTEL_RESOURCE_ATTRIBUTES and
+    OTEL_SERVICE_NAME override them.
     """
 
     def __init__(self, signals: Sequence[str], attributes: Mapping[str, str], secrets: Sequence[str]) -> None:
@@ -166,7 +166,7 @@ class OtlpClient:
         return self._export("metrics", metric_types.MetricsData([data]))
 
     def try_all(self) -> None:
-        """Offer the collector once more what it has not taken, also if it asked to wait."""
+        """Make the next calls send even if the collector asked to wait, or did not accept this kind of data."""
         self._pauses.clear()
         self._waits.clear()
 
@@ -264,7 +264,7 @@ def _record(entry: LogEntry, trace: str, span: str, resource: Resource) -> Reada
 
 
 def _plain(attributes: Mapping[str, Any]) -> dict[str, str | bool | int | float]:
-    """Return what an attribute can have; others become text, and None is left out."""
+    """Return valid values of attributes; other types become text, and None is left out."""
     return {
         name: value if isinstance(value, str | bool | int | float) else str(value)
         for name, value in attributes.items()

@@ -280,7 +280,7 @@ class JournalReader:
 
 
 class Upload(Protocol):
-    """What sends a run somewhere. `send` may raise anything; what it has not sent is kept."""
+    """Sends a run to a server. `send` may raise anything; what it has not sent is kept."""
 
     def send(self, ended: str | None = None) -> int: ...
 

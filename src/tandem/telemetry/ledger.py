@@ -171,7 +171,7 @@ def cause_of(kind: str, fields: Mapping[str, object]) -> str | None:
 
 
 def cause_in(text: str) -> str | None:
-    """Return the cause that a reason in words names, if any."""
+    """Return the cause that the text of a reason names, if any."""
     return next((cause for words, cause in IN_TEXT.items() if words in text), None)
 
 

@@ -1,4 +1,4 @@
-"""What node 0's agent writes for OpenTelemetry: the spans of a launch, and its metrics.
+"""The files that node 0's agent writes for OpenTelemetry: the spans of a launch, and its metrics.
 
 `report/otel.py` sends both, from another process. The beginning and the end of a span are two lines, so that
 process can also end what a killed agent has left open. Without OTEL_* variables, nothing is written.
@@ -26,10 +26,10 @@ from tandem.telemetry.messages import Heartbeat, Message, Point, RunStarted, Ste
 from tandem.timeouts import OTEL_FILE_SECONDS, OTEL_LAST_SECONDS
 
 GOOD = (FINISHED, STOPPED, "node joined")
-"""Causes of an end that are no error."""
+"""Causes of an end that is not an error."""
 LOG_FILE = re.compile(r"(node|rank)-\d+\.log")
 MOST_EPOCHS = 100
-"""As many epochs may end between two messages of rank 0; of more, only the first and the last are shown."""
+"""This many epochs may end between two messages of rank 0; of more, only the first and the last are shown."""
 Write = Callable[[dict[str, object]], object]
 
 
@@ -37,7 +37,7 @@ Write = Callable[[dict[str, object]], object]
 class Span:
     """A span that has ended. IDs are hexadecimal, times are Unix seconds; `parent` is empty for a run.
 
-    `linked`: trace and span of the launch before, if there was one.
+    `linked`: trace and span of the previous launch, if there was one.
     """
 
     trace: str
@@ -86,7 +86,7 @@ class Spans:
         )
 
     def started(self, now: float, attributes: Mapping[str, object]) -> None:
-        """Begin a generation: its ranks are about to start. The time since the one before belongs to it."""
+        """Begin a generation: its ranks are about to start. The time since the previous one belongs to it."""
         with self._lock:
             self._generation = self._begin("generation", self._run, self._since, attributes)
             self._at = (0, now)
@@ -110,7 +110,7 @@ class Spans:
                     self._scores = {f"tandem.score.{name}": value for name, value in scores.items()}
 
     def ended(self, now: float) -> None:
-        """End a generation. Why it ended is known later: from an event, or when the launch ends."""
+        """End a generation. The cause becomes known later: from an event, or when the launch ends."""
         with self._lock:
             self._decide(OTHER)
             open_ones = [self._epoch.span if self._epoch else "", self._evaluation, self._generation]
@@ -232,7 +232,7 @@ class OtelFiles:
             self._spans.event(kind, fields)
 
     def finish(self, cause: str, reason: str, attributes: Mapping[str, object]) -> None:
-        """Write how the launch ended, and its last metrics; wait for that, with a limit."""
+        """Write how the launch ended, and its last metrics; wait until they are written, with a limit."""
         if self._spans is not None:
             self._spans.closed(cause, reason, self._now(), attributes)
             self.close()
@@ -284,7 +284,7 @@ class OtelFiles:
 
 
 def first_launch(logs: Path, launch: float) -> float:
-    """Return when the first launch began whose counts this one continues, as far as is known."""
+    """Return when the first of the launches began whose counts this one continues, as far as is known."""
     with suppress(OSError, ValueError, TypeError, LookupError):
         newest = newest_metrics(logs)[-1]
         return min(launch, float(parsed(content(logs, newest.name))["first"]))
