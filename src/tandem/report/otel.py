@@ -289,7 +289,7 @@ class OtelSending:
         return {**snapshot, "families": [*families.values()], "time": math.nextafter(moment, math.inf)}
 
     def _keep(self, position: Position) -> None:
-        """Record what has arrived. If this process is killed before, it is sent once more, with the same IDs."""
+        """Record what has arrived; after a kill before this, it is sent once more, with the same IDs."""
         self._position = position
         write_json_atomic(self._run.logs / layout.OTEL_SENT, vars(position))
 

@@ -128,8 +128,8 @@ class OtlpClient:
     """Sends the kinds of data in `signals` (traces, metrics, logs); others are dropped.
 
     A call returns True if the collector has accepted the data or rejected it for good, and False if it does
-    not accept this kind of data at present. `attributes` describe this process and run; OTEL_RESOURCE_ATTRIBUTES and
-    OTEL_SERVICE_NAME override them.
+    not accept this kind of data at present. `attributes` describe this process and run;
+    OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME override them.
     """
 
     def __init__(self, signals: Sequence[str], attributes: Mapping[str, str], secrets: Sequence[str]) -> None:
@@ -166,7 +166,7 @@ class OtlpClient:
         return self._export("metrics", metric_types.MetricsData([data]))
 
     def try_all(self) -> None:
-        """Make the next calls send even if the collector asked to wait, or did not accept this kind of data."""
+        """Make the next calls send, even if the collector asked to wait or did not accept this kind."""
         self._pauses.clear()
         self._waits.clear()
 
