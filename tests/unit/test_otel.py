@@ -142,6 +142,31 @@ def test_epochs_and_evaluations() -> None:
     assert run.attributes["tandem.exit_code"] == 143
 
 
+def test_an_evaluation_keeps_its_scores_if_messages_overtake_others() -> None:
+    """Heartbeats come from two threads of a rank."""
+    launch = Lines()
+    launch.spans.started(1.0, {})
+    launch.spans.take(RunStarted(50, 1000, 2000), 10.0)
+    launch.spans.take(beat(100, "eval"), 15.0)
+    launch.spans.take(beat(100), 15.1)  # was older
+    launch.spans.take(beat(100, "eval"), 15.5)
+    launch.spans.take(beat(100), 16.0)
+    launch.spans.take(Point(100, 15.9, {"eval": {"accuracy": 0.5}}), 16.1)
+    launch.spans.take(StepsDone(101, None, 0.0), 17.0)
+    launch.spans.take(beat(100, "eval"), 17.1)  # was older
+    launch.spans.take(beat(200, "eval"), 20.0)
+    launch.spans.take(Point(200, 20.5, {"eval": {"accuracy": 0.75}}), 20.5)
+    launch.spans.take(beat(200), 21.0)
+    launch.spans.take(beat(300, "eval"), 25.0)
+    launch.spans.closed("failure", "", 26.0, {})
+    first, second, third = [each for each in launch.read() if each.name == "evaluation"]
+    assert (first.began, first.ended, first.cause) == (15.0, 16.0, "finished")
+    assert first.attributes == {"tandem.step": 100, "tandem.score.accuracy": 0.5}
+    assert (second.began, second.ended, second.cause) == (20.0, 21.0, "finished")
+    assert second.attributes == {"tandem.step": 200, "tandem.score.accuracy": 0.75}
+    assert (third.ended, third.cause, third.attributes) == (26.0, "failure", {"tandem.step": 300})
+
+
 @pytest.mark.parametrize(("event", "cause"), [
     (("rank_killed", {"rank": 1}), "rank killed"),
     (("recovered", {"cause": "node 1 was lost"}), "node lost"),

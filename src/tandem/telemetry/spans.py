@@ -62,6 +62,14 @@ class _Epoch:
     end_step: int
 
 
+@dataclass
+class _Evaluation:
+    span: str
+    step: int
+    ended: float | None = None
+    scores: dict[str, Any] = field(default_factory=dict)
+
+
 class Spans:
     """The spans of one launch: the run, its generations, and their epochs and evaluations.
 
@@ -75,8 +83,7 @@ class Spans:
         self._generation = ""
         self._since = now
         self._epoch: _Epoch | None = None
-        self._evaluation = ""
-        self._scores: dict[str, Any] = {}
+        self._evaluation: _Evaluation | None = None
         self._plan = RunStarted(0, 0, 0)
         self._at = (0, now)
         self._undecided: list[str] = []
@@ -106,18 +113,21 @@ class Spans:
                     self._plan = message
                     self._at = (step, now)
                     self._begin_epoch(step, now)
-                case Point(_, _, {"eval": dict(scores)}):
-                    self._scores = {f"tandem.score.{name}": value for name, value in scores.items()}
+                case Point(_, _, {"eval": dict(scores)}) if self._evaluation is not None:
+                    self._evaluation.scores = {f"tandem.score.{name}": each for name, each in scores.items()}
 
     def ended(self, now: float) -> None:
         """End a generation. The cause becomes known later: from an event, or when the launch ends."""
         with self._lock:
             self._decide(OTHER)
-            open_ones = [self._epoch.span if self._epoch else "", self._evaluation, self._generation]
-            self._undecided = [span for span in open_ones if span]
+            if self._evaluation is not None and self._evaluation.ended is not None:
+                self._end_evaluation(now)
+            open_ones = [each.span for each in (self._epoch, self._evaluation) if each is not None]
+            self._undecided = [*open_ones, *([self._generation] if self._generation else [])]
             self._undecided_since = self._since = now
-            self._generation = self._evaluation = ""
+            self._generation = ""
             self._epoch = None
+            self._evaluation = None
 
     def event(self, kind: str, fields: Mapping[str, object]) -> None:
         """Learn from an event of the agent why the last generation ended."""
@@ -163,6 +173,8 @@ class Spans:
         if step < before:
             return  # the messages of two threads of the rank may overtake each other
         self._at = (step, now)
+        if self._evaluation is not None and step > self._evaluation.step:
+            self._end_evaluation(now)
         for _ in range(MOST_EPOCHS):
             if self._epoch is None or step < self._epoch.end_step:
                 return
@@ -178,12 +190,21 @@ class Spans:
             self._begin_epoch(step, now)
 
     def _evaluate(self, is_on: bool, step: int, now: float) -> None:
-        if is_on and not self._evaluation:
-            self._scores = {}
-            self._evaluation = self._begin("evaluation", self._generation, now, {"tandem.step": step})
-        elif self._evaluation and not is_on:
-            self._end(self._evaluation, now, FINISHED, self._scores)
-            self._evaluation = ""
+        """Note when an evaluation ended; the next step confirms it, as heartbeats may overtake others."""
+        if step < self._at[0]:
+            return
+        if is_on and self._evaluation is None:
+            span = self._begin("evaluation", self._generation, now, {"tandem.step": step})
+            self._evaluation = _Evaluation(span, step)
+        elif is_on and self._evaluation is not None:
+            self._evaluation.ended = None
+        elif self._evaluation is not None and self._evaluation.ended is None:
+            self._evaluation.ended = now
+
+    def _end_evaluation(self, now: float) -> None:
+        if (one := self._evaluation) is not None:
+            self._end(one.span, now if one.ended is None else one.ended, FINISHED, one.scores)
+            self._evaluation = None
 
 
 class OtelFiles:
