@@ -16,6 +16,9 @@ INSPECTION = "inspection.json"
 """In LOG: where node 0's agent listens for `tandem stacks`."""
 METRICS = "metrics.jsonl"
 METRICS_PAGE = "metrics.prom"
+OTEL_SENT = "otel-sent.json"
+"""In LOG, like the next one: how far the run has been sent to OpenTelemetry."""
+OTEL_SPANS = "otel-spans.jsonl"
 REPORT = "report.html"
 STARTS = "starts.json"
 SUMMARY = "summary.json"
@@ -51,6 +54,7 @@ NOTES = frozenset((*COPIED, REPORT, HEALTH, HEALTH_TEMPORARY))
 FOLDERS_OF_NOTES = {
     LOG: re.compile(
         r"((rank|node)-\d+|tracker)\.log(\.1)?|(flight|ended)-.+\.json|inspection\.json|stacks-rank-\d+\.txt"
+        r"|otel-(sent\.json|spans\.jsonl(\.1)?|metrics-\d+\.json)"
     ),
     TENSORBOARD: re.compile(r"events\.out\.tfevents\..+"),
     PROFILE: re.compile(r"rank-\d+\.json|steps-\d+-\d+\.json|memory-rank-\d+\.pickle"),
@@ -88,6 +92,11 @@ def ended(container: str) -> str:
 def profile(rank: int) -> str:
     """The name of a rank's profile in PROFILE."""
     return f"rank-{rank}.json"
+
+
+def otel_metrics(launch: float) -> str:
+    """The name in LOG of the metrics of a launch that began at this Unix time, for OpenTelemetry."""
+    return f"otel-metrics-{round(launch * 1000)}.json"
 
 
 def array_note(array: str) -> str:

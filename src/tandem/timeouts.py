@@ -245,8 +245,24 @@ TRACKER_SECONDS = 2.0
 """Between two reads of new rows by the tracker's process: as fresh as the page, one small read of a file."""
 TRACKER_LONGEST_PAUSE_SECONDS = 60.0
 """The longest pause between attempts at a tracker that does not answer; they start at 2 s and double."""
+TRACKER_RESTART_SECONDS = 1.0
+"""Pause before a tracker's process that was killed is restarted; it doubles."""
+OTEL_FILE_SECONDS = 1.0
+"""Between two writes of the metrics for OpenTelemetry: a killed agent loses no more of them."""
+OTEL_LAST_SECONDS = 5.0
+"""Limit for the last write at the end of a launch, on a volume that may hang."""
+OTEL_NOT_SERVED_SECONDS = 60.0
+"""Pause before a collector that does not accept a kind of data gets it again: a 404 of a proxy may pass."""
+OTEL_REQUEST_SECONDS = 10.0
+"""The longest timeout of a request: metrics, traces and logs all have their turn in TRACKER_END_SECONDS."""
+OTEL_LONGEST_WAIT_SECONDS = 600.0
+"""The longest Retry-After that is honored: a wrong header must not prevent all sending."""
 TRACKER_END_SECONDS = 30.0
 """For the last rows at the end of a launch: one request of TRACKER_REQUEST_SECONDS, and one retry."""
+TRACKER_ORPHAN_SECONDS = 35.0
+"""The same if the agent was killed and cannot end the process: longer, so that an agent does it first."""
+TRACKER_RANKS_SECONDS = 1.0
+"""After an agent was killed: until its ranks have ended as well and written their last rows."""
 TRACKER_REQUEST_SECONDS = 8
 """For a request to MLflow, unless MLFLOW_HTTP_REQUEST_TIMEOUT is set; MLflow's own default is 120."""
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
+from urllib.parse import unquote
 
 from tandem.errors import ConfigError
 
@@ -77,6 +78,8 @@ def address(text: str | PurePath) -> PurePath:
 HIDDEN = "[hidden]"
 SHORTEST = 6
 """Shorter values cannot be distinguished from ordinary text."""
+SHORTEST_KEY = 16
+"""Shorter values of other headers are not treated as keys."""
 _NAME = (
     r"[\w.-]{0,60}(?:secret|passw(?:or)?d|passphrase|token|credentials?"
     r"|(?:access|account|api|auth|deploy|encryption|license|master|private|signing|storage)[_-]?key)"
@@ -86,6 +89,7 @@ _IS_SECRET = re.compile(
     rf"(?:{_NAME}|[\w.-]*secret[\w.-]*|pgpassword|auth|authorization|cookie|-{{0,2}}(?:tandem_)?notify)\Z",
     re.I,
 )
+_ARE_HEADERS = re.compile(r"OTEL_EXPORTER_OTLP_(?:\w+_)?HEADERS")
 _NAMED = re.compile(rf"""(\b{_NAME}["']?(?:\s*[=:]\s*|\s+))((?:(?:bearer|basic)\s+)?){_VALUE}""", re.I)
 _HEADER = re.compile(
     r"(\bauthorization[\"']?\s*[:=]\s*[\"']?(?:\w{1,20}\s+)?|\bbearer\s+)([\w.~+/=-]{8,})", re.I
@@ -115,7 +119,18 @@ def is_secret(name: str) -> bool:
 
 def secrets_in(environ: Mapping[str, str]) -> list[str]:
     """Return the secret values of an environment."""
-    return [value for name, value in environ.items() if is_secret(name)]
+    found = [value for name, value in environ.items() if is_secret(name)]
+    for headers in (value for name, value in environ.items() if _ARE_HEADERS.fullmatch(name)):
+        found.append(headers)
+        for pair in headers.split(","):
+            name, _, value = pair.partition("=")
+            found.append(pair)  # whole, because it may be written as no pair
+            # Any name may have a key as its value. What is shorter may be a tenant's name.
+            if is_secret(name.strip()) or len(value) >= SHORTEST_KEY:
+                decoded = unquote(value).strip()  # from the encoding of URLs
+                # As an error shows it, and without a scheme such as Bearer.
+                found += [value, decoded, repr(decoded)[1:-1], decoded.rpartition(" ")[2]]
+    return found
 
 
 def hidden(value: Any, secrets: Iterable[str] = (), is_named: bool = False, is_setting: bool = False) -> Any:

@@ -17,11 +17,12 @@ from tandem.errors import INTERRUPTED_TWICE, KILLED, STOPPED
 from tandem.launch.rendezvous import wait_for_master
 from tandem.launch.run_dir import prepare_run_dir, scratch
 from tandem.launch.torch_variables import use_loopback
-from tandem.launch.tracker import TrackerProcess
+from tandem.launch.tracker import TrackerProcesses, trackers_of
 from tandem.launch.view import NodeView
 from tandem.log import reporting
 from tandem.platforms.placement import Placement
 from tandem.report.access import load_access
+from tandem.report.otel_variables import OTEL
 from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
 from tandem.text import format_duration, shown
@@ -175,9 +176,12 @@ class LoneRank:
         folder = opened.enter_context(scratch())
         self._view = NodeView(run, settings, placement, None, folder, access)
         opened.callback(self._view.close)
+        names = trackers_of(settings, os.environ)
+        if OTEL in names:
+            self._view.write_for_otel()
         if resume is None or resume.kind != "complete":  # counts as a start of the run, as under an agent
             self._view.generation_started(1, self.position)
-        self._tracker = opened.enter_context(TrackerProcess(settings, run.folder))
+        self._tracker = opened.enter_context(TrackerProcesses(names, run.folder))
         self._grant = Grant(
             sample_socket=str(self._view.socket_path),
             resume=resume or ResumeDecision("fresh"),

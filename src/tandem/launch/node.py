@@ -22,12 +22,13 @@ from tandem.launch.fork_server import start_fork_server
 from tandem.launch.run_dir import prepare_run_dir, scratch
 from tandem.launch.secret import take_key
 from tandem.launch.torch_variables import set_for_ranks
-from tandem.launch.tracker import TrackerProcess
+from tandem.launch.tracker import TrackerProcesses, trackers_of
 from tandem.launch.workers import Workers
 from tandem.log import is_quiet, log_if_slow, reporting, setup
 from tandem.platforms.placement import Placement
 from tandem.process import name_process, without_collection
 from tandem.report.access import Access, load_access
+from tandem.report.otel_variables import OTEL
 from tandem.run.crash_loop import CrashLoop
 from tandem.run.directory import RunDir
 from tandem.run.lease import Lease
@@ -149,9 +150,10 @@ def _run_agent(
     own = [region for rank in range(nproc) for region in grant.own_memories(rank)]
     view.newest_snapshot = partial(newest_step, grant.shared_memories, own)
     with contextlib.closing(view), contextlib.ExitStack() as opened:
-        tracker = (
-            opened.enter_context(TrackerProcess(settings, run.folder)) if placement.node_rank == 0 else None
-        )
+        names = trackers_of(settings, os.environ) if placement.node_rank == 0 else []
+        if OTEL in names:
+            view.write_for_otel()
+        trackers = opened.enter_context(TrackerProcesses(names, run.folder))
         log.info("%s", endpoint.asked)
         config = settings.launch
         decision = prepared.decision
@@ -169,8 +171,7 @@ def _run_agent(
             with reporting("show how the run ended"):
                 view.ended(report.code, report.reason)
             with reporting("tell the tracker"):
-                if tracker is not None:
-                    tracker.ended(report.code, lambda: stop.interrupts > 1)
+                trackers.ended(report.code, lambda: stop.interrupts > 1)
             with reporting("send the last messages"):
                 view.flush_outside(stop)
             with reporting("copy the run's files"):

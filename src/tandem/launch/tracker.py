@@ -1,15 +1,17 @@
-"""Run the process that sends the run to a tracker, next to node 0's agent.
+"""Run the processes that send the run to a tracker and to OpenTelemetry, next to node 0's agent.
 
-It is a separate process so that what a tracker's client imports, waits for or breaks does not affect the
-agent. It learns of the launch's end, even of a killed launch, when its standard input closes.
+They are separate processes so that what their clients import, wait for or break does not affect the agent.
+They learn of the launch's end, even of a killed launch, when their standard input closes. A killed one is
+restarted; the run directory records how far the run has been sent.
 """
 
 import logging
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,15 @@ from typing import Any
 from tandem.config import Settings
 from tandem.errors import FINISHED, STOPPED
 from tandem.process import safe_path
+from tandem.report.otel_variables import OTEL, is_wanted
 from tandem.signals import ignore_stop_signals
-from tandem.timeouts import SUPERVISE_SECONDS, TRACKER_END_SECONDS, TRACKER_REQUEST_SECONDS
+from tandem.timeouts import (
+    SUPERVISE_SECONDS,
+    TRACKER_END_SECONDS,
+    TRACKER_LONGEST_PAUSE_SECONDS,
+    TRACKER_REQUEST_SECONDS,
+    TRACKER_RESTART_SECONDS,
+)
 
 log = logging.getLogger("tandem.node")
 
@@ -29,46 +38,106 @@ PATIENCE = {
 """tandem itself retries a server that is down. At the end of a run, these limits avoid a wait of minutes."""
 
 
-class TrackerProcess:
-    """The tracker's process, from construction to `ended`; does nothing if the run has no tracker."""
+def trackers_of(settings: Settings, environ: Mapping[str, str]) -> list[str]:
+    """Return the trackers of this launch, including OpenTelemetry if its variables ask for it."""
+    chosen = settings.telemetry.remote_tracker
+    return [*([chosen] if chosen else []), *([OTEL] if is_wanted(environ) else [])]
 
-    def __init__(self, settings: Settings, folder: Path) -> None:
-        self._name = settings.telemetry.remote_tracker
+
+class TrackerProcess:
+    """The process that sends to one tracker, from construction to `ended`."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self._name = name
         self._folder = folder
-        self._process: subprocess.Popen[bytes] | None = None
-        if self._name is not None:
-            words = ["track", str(folder), "--tracker", self._name, "--follow"]
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tandem", *words],
-                stdin=subprocess.PIPE,
-                # The environment last: what the user has set wins.
-                env=safe_path({**PATIENCE, **os.environ}),
-                preexec_fn=ignore_stop_signals,  # it ends with the agent, after the last rows
-            )
+        self._lock = threading.Lock()
+        self._last_words: bytes | None = None
+        self._is_told = threading.Event()
+        self._is_given_up = False
+        self._process = self._start()
+        threading.Thread(target=self._keep_running, name=f"tandem-{name}", daemon=True).start()
+
+    def tell(self, words: bytes) -> None:
+        """Close the process's input, at most once; `words` say how the launch has ended."""
+        with self._lock:
+            if self._last_words is None:
+                self._last_words = words
+                self._is_told.set()
+                self._close_input(self._process)
+
+    def wait(self, deadline: float, has_no_time: Callable[[], bool]) -> None:
+        """Wait for the end of the process until `deadline` (monotonic), and kill it then."""
+        while self._is_working() and time.monotonic() < deadline and not has_no_time():
+            time.sleep(SUPERVISE_SECONDS)
+        with self._lock:
+            self._is_given_up = True
+            if self._process.poll() is None:
+                self._process.kill()
+        if self._process.wait() != 0:
+            say = "this run is not fully uploaded to %s; to send the rest, run: tandem track %s%s"
+            log.warning(say, self._name, self._folder, " --tracker otel" if self._name == OTEL else "")
+
+    def _is_working(self) -> bool:
+        code = self._process.poll()
+        return code is None or code < 0  # a killed one is about to be restarted
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tandem", "track", str(self._folder), "--tracker", self._name, "--follow"],
+            stdin=subprocess.PIPE,
+            # The environment last: what the user has set wins.
+            env=safe_path({**PATIENCE, **os.environ}),
+            preexec_fn=ignore_stop_signals,  # it ends with the agent, after the last rows
+        )
+        if self._last_words is not None:
+            self._close_input(process)
+        return process
+
+    def _close_input(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None
+        with suppress(OSError):
+            process.stdin.write(self._last_words or b"")
+        with suppress(OSError):
+            process.stdin.close()
+
+    def _keep_running(self) -> None:
+        pause = TRACKER_RESTART_SECONDS
+        while (code := self._process.wait()) < 0:
+            if not self._is_told.is_set():
+                say = "the process that sends to %s was killed (signal %d); restarting it"
+                log.warning(say, self._name, -code)
+            self._is_told.wait(pause)  # at the end, the rest is to be sent in time
+            pause = min(2 * pause, TRACKER_LONGEST_PAUSE_SECONDS)
+            with self._lock:
+                if self._is_given_up:
+                    return
+                try:
+                    self._process = self._start()
+                except (OSError, subprocess.SubprocessError):  # no memory, for example; later, perhaps
+                    time.sleep(SUPERVISE_SECONDS)
+
+
+class TrackerProcesses:
+    """The processes of one launch, from construction to `ended`; none if the run has no tracker."""
+
+    def __init__(self, names: Sequence[str], folder: Path) -> None:
+        self._processes = [TrackerProcess(name, folder) for name in names]
 
     def ended(self, code: int, has_no_time: Callable[[], bool]) -> None:
         """Wait for the last rows after the launch has ended, with a limit, and not after a second Ctrl-C."""
-        if self._process is None or self._process.stdin is None:
-            return
-        with suppress(OSError):
-            self._process.stdin.write({FINISHED: b"finished", STOPPED: b"stopped"}.get(code, b"failed"))
-            self._process.stdin.close()
+        words = {FINISHED: b"finished", STOPPED: b"stopped"}.get(code, b"failed")
+        for each in self._processes:
+            each.tell(words)
         deadline = time.monotonic() + TRACKER_END_SECONDS
-        while self._process.poll() is None and time.monotonic() < deadline and not has_no_time():
-            time.sleep(SUPERVISE_SECONDS)
-        if self._process.poll() is None:
-            self._process.kill()
-        if self._process.wait() != 0:
-            say = "this run is not fully uploaded to %s; to send the rest, run: tandem track %s"
-            log.warning(say, self._name, self._folder)
+        for each in self._processes:
+            each.wait(deadline, has_no_time)
 
     def close(self) -> None:
-        """Close the process's input if `ended` was not called."""
-        if self._process is not None and self._process.stdin is not None:
-            with suppress(OSError):
-                self._process.stdin.close()
+        """Close the processes' input if `ended` was not called."""
+        for each in self._processes:
+            each.tell(b"")
 
-    def __enter__(self) -> "TrackerProcess":
+    def __enter__(self) -> "TrackerProcesses":
         return self
 
     def __exit__(self, *_: Any) -> None:

@@ -35,6 +35,7 @@ from tandem.telemetry.ledger import LedgerFile
 from tandem.telemetry.messages import Event, Heartbeat, Message, RunStarted, Samples, StepsDone
 from tandem.telemetry.metrics import FINAL_STATES, Sample
 from tandem.telemetry.registry import Registry
+from tandem.telemetry.spans import OtelFiles
 from tandem.telemetry.verdict import measured, verdict
 from tandem.timeouts import GPU_SECONDS, NODE_TICK_SECONDS, RUN_HEALTH_SECONDS, VOLUME_SECONDS
 
@@ -86,6 +87,7 @@ class NodeView:
         self._replays = agent_state.Replays()
         self.socket_path = scratch / "samples.sock"
         self.metrics = Registry(node=placement.node_rank)
+        self._otel = OtelFiles(run.logs, self.metrics.snapshot)
         self.metrics.before_page = self._update_own_counters
         self._closing = threading.Event()
         self._journal: Journal | None = None
@@ -149,6 +151,12 @@ class NodeView:
         """Wait for the last of these messages, with a limit."""
         self._outgoing.flush(stop)
 
+    def write_for_otel(self) -> None:
+        """Start to write data for OpenTelemetry; only on node 0, before the ranks start."""
+        known = {"tandem.run": self._run.folder.name, "tandem.task": self._settings.run.task}
+        with reporting("write data for OpenTelemetry"):
+            self._otel.open({**known, "tandem.platform": self._placement.platform})
+
     def rejoining(self) -> None:
         """Record that the ranks of a generation have ended and the agent waits for the other nodes."""
         self.last_progress = time.time()
@@ -156,6 +164,7 @@ class NodeView:
         if self._journal is not None:
             self._ledger.ended(time.monotonic())
             self._enter("rendezvous")
+        self._otel.ended()
 
     def waits_as_spare(self) -> None:
         """Record that the agent waits for a place in the world, and that the store has just answered."""
@@ -177,6 +186,8 @@ class NodeView:
         self._world_size = position.world_size
         anew = {"anew": True} if number == 1 and self._settings.checkpoint.resume == "never" else {}
         self.event("world", number=number, world_size=self._world_size, nodes=self._nodes, **anew)
+        sizes = {"tandem.nodes": self._nodes, "tandem.world_size": self._world_size}
+        self._otel.started({"tandem.generation": number, **sizes})
         self._enter("rendezvous")
 
     def ranks_started(self, pids: Mapping[int, int]) -> None:
@@ -192,6 +203,7 @@ class NodeView:
         self._outgoing.take(event)
         if (cause := ledger.cause_of(kind, fields)) is not None:
             self._ledger.because(cause)
+        self._otel.event(kind, fields)
         reason = self._restarts.take(kind, fields)
         if reason is not None:
             self.metrics.apply([journal.restarts_sample(reason)])
@@ -235,6 +247,9 @@ class NodeView:
         self._enter(state)
         self._ledger.closed(ledger.CAUSE_OF_STATE[state], time.monotonic())
         self._write_ledger()
+        with reporting("write the last metrics for OpenTelemetry"):
+            known = {"tandem.exit_code": code, "tandem.step": self.rank_0_step()}
+            self._otel.finish(ledger.CAUSE_OF_STATE[state], self._about.hide(reason), known)
         with reporting("write metrics.prom"):
             self.metrics.write_last_page(self._run.folder / layout.METRICS_PAGE)
 
@@ -270,6 +285,7 @@ class NodeView:
 
     def close(self) -> None:
         self._closing.set()
+        self._otel.close()
         self._outgoing.close()
         self._receiver.close()
         self._thread.join()
@@ -335,6 +351,7 @@ class NodeView:
             self._history.take(message)
         if not isinstance(message, Event):  # a rank's events; those of this agent count
             self._outgoing.take(message)
+        self._otel.take(message)
         match message:
             case Heartbeat():
                 self._beat(message)

@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +30,12 @@ from tandem.report.about import About
 from tandem.rotation import LOG_BYTES, put_aside
 from tandem.run.directory import RunDir
 from tandem.telemetry.journal import write_json_atomic
-from tandem.timeouts import TRACKER_LONGEST_PAUSE_SECONDS, TRACKER_SECONDS
+from tandem.timeouts import (
+    TRACKER_LONGEST_PAUSE_SECONDS,
+    TRACKER_ORPHAN_SECONDS,
+    TRACKER_RANKS_SECONDS,
+    TRACKER_SECONDS,
+)
 
 log = logging.getLogger("tandem.tracker")
 
@@ -273,6 +279,14 @@ class JournalReader:
                 yield self._at, record
 
 
+class Upload(Protocol):
+    """Sends a run to a server. `send` may raise anything; what it has not sent is kept."""
+
+    def send(self, ended: str | None = None) -> int: ...
+
+    def words(self, error: Exception) -> str: ...
+
+
 class Sending:
     """Sends the rest of a run to the tracker `name`."""
 
@@ -286,8 +300,11 @@ class Sending:
         self._tracker: Tracker | None = None
         self._waiting: list[tuple[UploadMark, MetricRow]] = []
 
-    def send(self) -> int:
-        """Send new rows; return how many. Raises the tracker's errors, after which nothing is lost."""
+    def send(self, ended: str | None = None) -> int:
+        """Send new rows, and the final state of a launch that has ended; return how many rows.
+
+        Raises the tracker's errors, after which nothing is lost.
+        """
         tracker = self._opened()
         before = self._mark.sent
         while waiting := self._next():
@@ -296,10 +313,11 @@ class Sending:
             # does no harm.
             self._keep(waiting[-1][0])
             self._waiting = []
+        if ended is not None:
+            self._end(ended)
         return self._mark.sent - before
 
-    def end(self, state: str) -> None:
-        """Report the run's final state, after `send`."""
+    def _end(self, state: str) -> None:
         is_of_this = state != KILLED  # otherwise, the summary is from an earlier launch
         summary = self._about.hidden(self.files.read(layout.SUMMARY)) if is_of_this else {}
         scores = {f"eval.{name}": value for name, value in (summary.pop("eval", None) or {}).items()}
@@ -308,8 +326,7 @@ class Sending:
     def catch_up(self) -> str:
         """Send all of a finished run; return a one-line result. Raises TandemError."""
         try:
-            rows = self.send()
-            self.end(self.files.read(layout.SUMMARY).get("state") or KILLED)
+            rows = self.send(self.files.read(layout.SUMMARY).get("state") or KILLED)
         except Exception as error:  # a tracker's package may raise anything
             raise TandemError(
                 f"{self._name} does not accept rows: {self.words(error)}; try again later"
@@ -354,43 +371,53 @@ class Sending:
         write_json_atomic(self._run.folder / layout.TRACKER, {**others, self._name: asdict(mark)})
 
 
-def follow(sending: Sending, name: str, until: Callable[[float], str | None]) -> bool:
+def follow(sending: Upload, name: str, until: Callable[[float], str | None]) -> bool:
     """Send until `until(seconds)` returns the launch's final state; return True if everything was sent.
 
-    A tracker that does not answer costs one warning, and is retried at increasing intervals.
+    A tracker that does not answer costs one warning, and is retried at increasing intervals. After the end,
+    one that has answered before is tried twice.
     """
     failing = False
     pause = 0.0
+    ended: str | None = None
     while True:
         # Read before `send`, which then includes all rows of a launch that has ended.
-        ended = until(pause)
+        ended = until(pause) or ended
         try:
-            rows = sending.send()
+            rows = sending.send(ended)
             if ended is not None:
-                sending.end(ended)
                 return True
             if failing:
                 log.info("%s is back; sent %d rows that had been kept", name, rows)
             failing = False
             pause = TRACKER_SECONDS
         except Exception as error:  # a tracker's package may raise anything
+            if failing and ended is not None:
+                return False
             if not failing:
                 say = "%s does not accept rows (%s); training continues, and unsent rows are kept"
                 log.warning(say, name, sending.words(error))
-            if ended is not None:
-                return False
             failing = True
             pause = min(max(2 * pause, TRACKER_SECONDS), TRACKER_LONGEST_PAUSE_SECONDS)
 
 
-def follow_launch(sending: Sending, name: str, config: Mapping[str, object], run: RunDir) -> bool:
+def follow_launch(sending: Upload, name: str, config: Mapping[str, object], run: RunDir) -> bool:
     """Run `follow` until the launch closes this process's standard input, after writing its final state.
 
     What the tracker's packages print goes to log/tracker.log.
     """
     setup(run.node_log(0), None, 0, True, config.get("log_format") == "json")
     stages: Queue[str] = Queue()
-    Thread(target=lambda: stages.put(sys.stdin.read().strip() or KILLED), daemon=True).start()
+
+    def wait_for_end() -> None:
+        ended = sys.stdin.read().strip()
+        if not ended:
+            time.sleep(TRACKER_RANKS_SECONDS)
+        stages.put(ended or KILLED)
+        time.sleep(TRACKER_ORPHAN_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)  # a server that hangs would keep the next launch from sending
+
+    Thread(target=wait_for_end, daemon=True).start()
 
     def until(seconds: float) -> str | None:
         with suppress(Empty):

@@ -44,7 +44,9 @@ KILLED = "launch killed"
 """Causes of the end of a launch. A launch that was killed could not write its own."""
 CAUSE_OF_STATE = {"succeeded": FINISHED, "stopped": STOPPED, "failed": FAILED}
 OTHER = "other"
+RANK_KILLED = "rank killed"
 IN_TEXT = {
+    "was killed": RANK_KILLED,
     " hung": "hang",
     "out of memory": "out of memory",
     "lost their connections": "connections lost",
@@ -162,11 +164,15 @@ def account(periods: Sequence[Period]) -> Ledger:
 def cause_of(kind: str, fields: Mapping[str, object]) -> str | None:
     """Return the cause that an event of a restart names, or None for other events."""
     if kind == "rank_killed":
-        return "rank killed"
+        return RANK_KILLED
     if kind != "recovered":
         return None
-    text = str(fields.get("cause", ""))
-    return next((cause for words, cause in IN_TEXT.items() if words in text), OTHER)
+    return cause_in(str(fields.get("cause", ""))) or OTHER
+
+
+def cause_in(text: str) -> str | None:
+    """Return the cause that the text of a reason names, if any."""
+    return next((cause for words, cause in IN_TEXT.items() if words in text), None)
 
 
 def _first_steps_after(periods: Sequence[Period]) -> list[int | None]:

@@ -251,6 +251,19 @@ class Registry:
         with self._lock:
             return encoder(self.registry), content_type
 
+    def snapshot(self) -> list[dict[str, Any]]:
+        """Return all series as plain JSON: name, help, kind and points of each family.
+
+        A point is [labels, number]; a histogram's number is [bounds, counts, sum].
+        """
+        self._refresh()
+        with self._lock:
+            return [
+                {"name": name, "help": family.help, "kind": family.kind, "points": _points(family, metric)}
+                for name, family in self._families.items()
+                if name in self._registered and (metric := self._metrics[name])
+            ]
+
     def write_last_page(self, path: Path) -> None:
         """Write the page atomically (RUN_DIR/metrics.prom). Raises OSError."""
         self._refresh()
@@ -263,6 +276,18 @@ class _BadSampleError(Exception):
     def __init__(self, source: str) -> None:
         super().__init__(source)
         self.source = source
+
+
+def _points(family: Family, metric: AnyMetric) -> list[list[Any]]:
+    (collected,) = metric.collect()
+    samples = collected.samples
+    if not isinstance(family, Histogram):
+        return [[dict(sample.labels), sample.value] for sample in samples]
+    upto = [sample.value for sample in samples if sample.name.endswith("_bucket")]
+    total = next(sample.value for sample in samples if sample.name.endswith("_sum"))
+    # The client's buckets include all lower ones.
+    counts = [int(value - before) for value, before in zip(upto, [0.0, *upto], strict=False)]
+    return [[{}, [list(family.buckets), counts, total]]]
 
 
 def _number(value: object) -> float:

@@ -150,11 +150,13 @@ def track(options: "Namespace", environ: Environment) -> int:
     from tandem import layout
     from tandem.config.address import secrets_in
     from tandem.log import printable
-    from tandem.report import tracking
+    from tandem.report import otel, tracking
+    from tandem.report.otel_variables import OTEL
     from tandem.report.tracking import check_tracker
     from tandem.run.directory import RunDir
 
     run = RunDir(options.run_dir)
+    is_otel = options.tracker == OTEL
     # With --follow, the launch itself writes the run's files here, and those at the address are older.
     if not options.follow:
         if not run.is_here:
@@ -165,11 +167,18 @@ def track(options: "Namespace", environ: Environment) -> int:
     if not config:
         why = "; ".join(files.problems) or "it has no config.json"
         raise ConfigError(f"{options.run_dir} is not a run: {why}; give the run directory")
-    name = tracking.chosen(config, options.tracker)
-    check_tracker(name)
-    # Two senders would send rows twice. With --follow, that of a killed launch may need time to end.
-    with tracking.alone(run.folder, wait=options.follow):
-        sending = tracking.Sending(run, name, secrets_in(environ))
+    name = "OpenTelemetry" if is_otel else tracking.chosen(config, options.tracker)
+    if not is_otel:
+        check_tracker(name)
+    elif not (run.logs / layout.OTEL_SPANS).exists() and not options.follow:
+        raise ConfigError(
+            f"{options.run_dir} has nothing for OpenTelemetry; set OTEL_EXPORTER_OTLP_ENDPOINT for its launch"
+        )
+    # Two senders would send rows twice. With --follow, that of a killed launch may need time to end. A
+    # tracker and OpenTelemetry may be sent to at the same time, so they lock different directories.
+    with tracking.alone(run.logs if is_otel else run.folder, wait=options.follow):
+        secrets = secrets_in(environ)
+        sending = otel.OtelSending(run, secrets, environ) if is_otel else tracking.Sending(run, name, secrets)
         if options.follow:
             return FINISHED if tracking.follow_launch(sending, name, config, run) else FAILED
         print(printable(sending.catch_up(), LONGEST_LINE))
@@ -180,12 +189,12 @@ def track(options: "Namespace", environ: Environment) -> int:
 
 
 def track_options(parser: "Parser") -> None:
+    from tandem.report.otel_variables import OTEL
     from tandem.report.tracking import TRACKERS
 
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory")
-    parser.add_argument(
-        "--tracker", choices=TRACKERS, help="mlflow or wandb; default: the tracker of the run"
-    )
+    text = "mlflow, wandb or otel (OpenTelemetry); default: the tracker of the run"
+    parser.add_argument("--tracker", choices=(*TRACKERS, OTEL), help=text)
     parser.option("--follow", bool, "internal: keep sending until standard input is closed")
 
 
@@ -338,8 +347,8 @@ VERBS: Mapping[str, Verb] = {
     ),
     "track": Verb(
         track,
-        "RUN_DIR [--tracker mlflow|wandb]",
-        "upload a run, or the missing part of it, to MLflow or Weights & Biases",
+        "RUN_DIR [--tracker mlflow|wandb|otel]",
+        "upload a run, or the missing part of it, to MLflow, W&B or OpenTelemetry",
         track_options,
         takes_settings=False,
     ),
