@@ -86,6 +86,7 @@ ELSEWHERE = {
     "pip install tandem-train": "tests/docs/test_package.py",
     "pip install 'tandem-train[vision]'": "tests/docs/test_package.py",
     "make bench": "tests/benchmarks/test_tables.py",
+    "make test": ".ci/run",
     "sudo make docker-host": "tests/unit/test_compose_files.py",
     "srun --ntasks-per-node=1 tandem launch --run-dir runs/digits": "tests/slurm/test_two_nodes.py",
     "sbatch slurm/train.sbatch --task digits": "tests/slurm/test_two_nodes.py",

@@ -152,3 +152,15 @@ def test_the_verb_writes_an_index(tmp_path: Path, capsys: pytest.CaptureFixture[
         cli.run("index", [str(tmp_path / "a.tar"), "--output", str(tmp_path / "none/index.jsonl")], {})
     with pytest.raises(ConfigError, match="--block-bytes"):
         cli.run("index", [str(tmp_path / "a.tar"), "--block-bytes", "0"], {})
+
+
+def test_its_progress_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tar_index, "PROGRESS_SECONDS", 0.0)
+    shards = []
+    for number in range(3):
+        shards.append(str(tmp_path / f"{number}.tar"))
+        with tarfile.open(shards[-1], "w") as archive:
+            archive.addfile(tarfile.TarInfo("a.txt"))
+    read: list[int] = []
+    tar_index.index_shards(shards, tmp_path / "index.jsonl", progress=read.append)
+    assert read == [1, 2, 3]

@@ -9,8 +9,9 @@ import os
 import re
 import tarfile
 import tempfile
+import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +25,8 @@ BLOCK_SAMPLES = 100
 SHARDS_AT_ONCE = 4
 PART = 8 * 2**20
 """Bytes of a request of `tandem index`."""
+PROGRESS_SECONDS = 5.0
+"""At most how often `tandem index` says how far it has got."""
 HEADER = 512
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)")
 FIELDS = ("address", "offset", "length", "count", "crc32")
@@ -127,8 +130,15 @@ def _members_by_tarfile(file: io.BufferedIOBase | io.BytesIO) -> Iterator[Member
 # The index: one line of JSON for each block.
 
 
-def index_shards(shards: Sequence[str], output: Path, block_bytes: int = BLOCK_BYTES) -> list[StoredBlock]:
+def index_shards(
+    shards: Sequence[str],
+    output: Path,
+    block_bytes: int = BLOCK_BYTES,
+    progress: Callable[[int], None] = lambda read: None,
+) -> list[StoredBlock]:
     """Read every shard once, and write the index of their blocks, complete or not at all.
+
+    `progress` is called with the number of shards read, at most every PROGRESS_SECONDS.
 
     Paths below the folder of `output` are written relative to it, so that both can be moved together.
 
@@ -138,14 +148,17 @@ def index_shards(shards: Sequence[str], output: Path, block_bytes: int = BLOCK_B
     for shard in shards:
         if is_remote(shard):
             check_address(shard)
-    from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
-
     reader = RangeReader()
     folder = output.absolute().parent
     with ThreadPoolExecutor(SHARDS_AT_ONCE) as pool:
         indexed = pool.map(lambda shard: _indexed(shard, folder, block_bytes, reader), shards)
-        # disable=None: a bar on a terminal only.
-        found = list(tqdm(indexed, total=len(shards), unit="shard", leave=False, disable=None))
+        found = []
+        said = time.monotonic()
+        for blocks_of_shard in indexed:
+            found.append(blocks_of_shard)
+            if time.monotonic() - said > PROGRESS_SECONDS:
+                said = time.monotonic()
+                progress(len(found))
     blocks = [block for of_shard in found for block in of_shard]
     lines = "".join(json.dumps(dict(zip(FIELDS, block, strict=True))) + "\n" for block in blocks)
     part = output.with_name(f".{output.name}.part")

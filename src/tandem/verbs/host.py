@@ -100,7 +100,10 @@ def index(options: "Namespace", environ: Environment) -> int:
     from tandem.data.tar_index import index_shards
     from tandem.log import counted
 
-    blocks = index_shards(options.shards, options.output, options.block_bytes)
+    def progress(read: int) -> None:
+        print(f"read {read} of {counted(len(options.shards), 'shard')}", file=sys.stderr)
+
+    blocks = index_shards(options.shards, options.output, options.block_bytes, progress)
     samples = sum(block.samples for block in blocks)
     size = sum(block.length for block in blocks)
     numbers = (len(options.shards), "shard"), (len(blocks), "block"), (samples, "sample")
