@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ from tandem.training.loop import EventSchedule
 from tandem.training.precision import precision_of
 from tandem.training.replay import replay_every
 from tandem.training.resume import NONE, Redistribute, ResumePoint, begin, check_data
-from tandem.training.saving import CheckpointSource, Saver, snapshot_every
+from tandem.training.saving import CheckpointSource, Saver, adapt_interval, snapshot_every
 from tandem.training.shards import ShardedReading
 from tandem.training.summary import RunInfo, open_displays, write_summary
 
@@ -278,6 +278,9 @@ class RankSession:
             beginning.generation,
             strategy.shards_parameters,
         )
+        if config.snapshot_every == "auto":
+            device = self.world.device.type
+            self.saver.on_copied = partial(adapt_interval, self.event_schedule.cadences, device)
 
     def begin_run(self, model: nn.Module) -> None:
         """Open the displays, and remove the summary of an earlier end."""
