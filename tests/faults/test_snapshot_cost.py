@@ -9,7 +9,7 @@ from small_runs import Runs
 from program_files import program_text
 
 pytestmark = pytest.mark.timeout(300)
-STEPS = 600
+STEPS = 400
 LARGE = 200  # MiB: 100 for each of two ranks, which is more than is copied at every step
 
 

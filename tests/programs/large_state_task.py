@@ -1,4 +1,4 @@
-"""A state of which each step changes a part. Each rank writes down the steps of its snapshots, and may die."""
+"""Each step changes a part of a large state. Each rank notes the steps of its snapshots; rank 1 may die."""
 
 import os
 import signal

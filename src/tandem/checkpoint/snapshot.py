@@ -1,4 +1,4 @@
-"""The state after every step, in node memory that outlives the ranks: a killed rank costs one step.
+"""The state of recent steps, in node memory that outlives the ranks: a killed rank costs the steps since.
 
 Every node keeps them, so that the loss of a node costs no more. docs/architecture.md#snapshots-on-every-node
 says which one counts. State that is equal on all ranks is divided among the ranks of a node; what only rank 0
@@ -12,7 +12,7 @@ alternating between two slots:
     then           slot 1: the same
 
 A rank marks a slot as being written, writes it, and marks it with the step. The ranks step together: when one
-of them writes step n + 1, all have written step n, so one slot is always complete. That holds only while all
+of them writes a snapshot, all have written the one before, so one slot is always complete. That holds only while all
 of them write to the same slot. The slot to keep is therefore passed to restarted ranks. The marks of a killed
 rank cannot tell, because its last write may be incomplete.
 
