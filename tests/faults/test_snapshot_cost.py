@@ -7,6 +7,7 @@ import pytest
 from small_runs import Runs
 
 from program_files import program_text
+from tandem.training.saving import LONGEST_SECONDS
 
 pytestmark = pytest.mark.timeout(300)
 STEPS = 400
@@ -30,15 +31,24 @@ def taken(folder: Path) -> list[int]:
     return first
 
 
+def interval(run: Path) -> float:
+    """What the run's metrics show at its end."""
+    lines = (run / "metrics.prom").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith("tandem_snapshot_interval_seconds "))
+    return float(line.split()[1])
+
+
 def test_a_small_state_is_kept_at_every_step(runs: Runs) -> None:
     trained(runs, "small", 1, 40)
     assert taken(runs.folder / "small") == [*range(1, 41)]
+    assert interval(runs.folder / "small/run") == 0
 
 
 def test_a_large_state_is_kept_at_some_steps_and_a_killed_rank_resumes_from_the_newest(runs: Runs) -> None:
     calm = trained(runs, "calm", LARGE, STEPS)
     steps = taken(runs.folder / "calm")
     assert steps[0] == 1 and steps[-1] == STEPS and 3 <= len(steps) < STEPS, steps
+    assert 0 < interval(runs.folder / "calm/run") <= LONGEST_SECONDS
     killed = trained(runs, "killed", LARGE, STEPS, last=STEPS - 20)
     died, newest = map(int, (runs.folder / "killed/notes/died").read_text().split())
     assert killed["restarts"] == 1 and killed["resumed_from_step"] == newest

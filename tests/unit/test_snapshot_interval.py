@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.distributed.whole_state import SHARE
+from tandem.rank.session import RankSession
 from tandem.schedule import Cadence
 from tandem.training.loop import EVENTS, EventSchedule
 from tandem.training.saving import (
     LONGEST_SECONDS,
     SHORTEST_SECONDS,
     SMALL_COPY_BYTES,
-    adapt_interval,
     snapshot_every,
     snapshot_interval,
 )
@@ -42,6 +42,12 @@ class Rank0:
         every: dict[str, Any] = dict.fromkeys(EVENTS, "never")
         self.schedule = EventSchedule.of(10, 10**9, **{**every, "snapshot": cadence_of(text, device)})
         self.schedule.clock = lambda: self.now
+        self.intervals = list[float]()
+        recorder = SimpleNamespace(snapshots_every=self.intervals.append)
+        world = SimpleNamespace(device=torch.device(device))
+        self.session: Any = SimpleNamespace(
+            world=world, event_schedule=self.schedule, recorder=recorder
+        )
         self.heard = [0] if device == "cuda" else []
         self.decided = list[float]()
         self.copies = list[float]()
@@ -57,7 +63,7 @@ class Rank0:
             self.now += copy
             self.copies.append(copy)
             if len(self.copies) > 1:  # the first one allocates memory, and is not reported
-                adapt_interval(self.schedule.cadences, self.device, size, copy)
+                RankSession._adapt_snapshots(self.session, size, copy)
 
 
 @pytest.mark.parametrize(("device", "longest"), [("cpu", 300.0), ("cuda", 0.99 * SHORTEST_SECONDS["cuda"])])

@@ -12,9 +12,9 @@ alternating between two slots:
     then           slot 1: the same
 
 A rank marks a slot as being written, writes it, and marks it with the step. The ranks step together: when one
-of them writes a snapshot, all have written the one before, so one slot is always complete. That holds only while all
-of them write to the same slot. The slot to keep is therefore passed to restarted ranks. The marks of a killed
-rank cannot tell, because its last write may be incomplete.
+of them writes a snapshot, all have written the one before, so one slot is always complete. That holds only
+while all of them write to the same slot. The slot to keep is therefore passed to restarted ranks. The marks
+of a killed rank cannot tell, because its last write may be incomplete.
 
 Nodes may have different snapshots of one step, if one was away while the others went back to a checkpoint.
 Snapshots are the same only if their step, their generation and their skeleton are.

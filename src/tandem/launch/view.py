@@ -309,6 +309,7 @@ class NodeView:
             "restarts": self._restarts.total,
             "planned_stops": self._restarts.planned_stops,
             "snapshots": {str(node): int(step) for node, step in self._snapshots()},
+            "snapshot_interval": self.metrics.value(metrics.SNAPSHOT_INTERVAL_SECONDS),
             "checkpoint_every": self._settings.checkpoint.checkpoint_every,
             "verdict": self._verdict(),
             "time": time.time(),

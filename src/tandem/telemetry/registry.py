@@ -105,6 +105,14 @@ class Registry:
             (collected,) = self._metrics[family.name].collect()
             return {int(sample.labels["node"]): sample.value for sample in collected.samples}
 
+    def value(self, family: Gauge) -> float | None:
+        """Return the value of a gauge without labels, or None if it has never been set."""
+        with self._lock:
+            if family.name not in self._registered:
+                return None
+            (collected,) = self._metrics[family.name].collect()
+            return float(collected.samples[0].value)
+
     def apply_node(self, node: int, samples: Iterable[Sample]) -> None:
         """Apply the result of `own` from another node; its counters have that node's totals."""
         with self._lock:
