@@ -10,8 +10,8 @@ from program_files import program_text
 from tandem.training.saving import LONGEST_SECONDS
 
 pytestmark = pytest.mark.timeout(300)
-STEPS = 400
-LARGE = 200  # MiB: 100 for each of two ranks, which is more than is copied at every step
+STEPS = 200
+LARGE = 32  # MiB: 16 for each of two ranks, which is more than is copied at every step
 
 
 def trained(runs: Runs, name: str, megabytes: int, steps: int, last: int = 0) -> dict[str, Any]:
