@@ -122,6 +122,15 @@ def test_an_interval_that_was_given_stays_as_it_is(text: str, device: str) -> No
     assert cadence_of(text, device, has_memory=False) == Cadence.parse("never")
 
 
+@given(sizes=st.lists(st.tuples(st.integers(0, 2**40), st.floats(0.0, 1000.0)), max_size=20))
+def test_a_gpu_is_never_copied_from_more_often_than_every_5_seconds(sizes: list[tuple[int, float]]) -> None:
+    rank = Rank0("cuda")
+    assert rank.schedule.cadences["snapshot"].value == 5
+    for size, seconds in sizes:
+        RankSession._adapt_snapshots(rank.session, size, seconds)
+        assert 5 <= rank.schedule.cadences["snapshot"].value == rank.intervals[-1] <= LONGEST_SECONDS
+
+
 def test_only_rank_0_decides_and_the_last_step_has_a_snapshot() -> None:
     schedule = Rank0("cpu").schedule
     assert schedule.decisions(is_first=False) == 0

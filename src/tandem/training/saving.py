@@ -37,7 +37,8 @@ SMALL_COPY_BYTES = 8 * 2**20
 SHORTEST_SECONDS = {"cpu": 0.0, "cuda": 5.0}
 """Shortest interval of `--snapshot-every auto`.
 
-A snapshot also keeps the host from preparing the next step while a GPU computes; no measurement shows that.
+On GPUs a snapshot costs more than the copy that is measured: the host prepares no step meanwhile, so the GPU
+is idle for a moment afterwards.
 """
 LONGEST_SECONDS = 60.0
 """Longest interval of `--snapshot-every auto`, even if a copy a minute takes more than its share."""
