@@ -54,9 +54,11 @@ def _wait() -> None:
 
 @dataclass
 class Timed:
-    """A task that notes how long its steps took."""
+    """A task that notes how long its steps took, between two steps: by default those of its scale."""
 
     scale: str = "full"
+    first: int = 0
+    last: int = 0
     began = 0.0
 
     @property
@@ -64,12 +66,14 @@ class Timed:
         return SCALES[self.scale]
 
     def after_step(self, model: nn.Module, step: int) -> None:
-        if step == self.of.first:
+        first = self.first or self.of.first
+        last = self.last or self.of.last
+        if step == first:
             _wait()
             self.began = time.perf_counter()
-        elif step == self.of.last and TIMES in os.environ:
+        elif step == last and TIMES in os.environ:
             _wait()
-            took = (time.perf_counter() - self.began) / (self.of.last - self.of.first)
+            took = (time.perf_counter() - self.began) / (last - first)
             Path(os.environ[TIMES]).write_text(str(1e3 * took))
 
     @property

@@ -43,6 +43,12 @@ QUESTIONS = (
         "sharded_saves.json",
         "Model and AdamW state under `fully_shard`, over gloo. The slowest rank counts.",
     ),
+    Question(
+        "What snapshots cost a step",
+        "snapshot_cost.py",
+        "snapshot_cost.json",
+        f"Over gloo, two nodes of one rank; an MLP with AdamW.{BY_ROUND}",
+    ),
     Question("From the command to the first step", "launch_cost.py", "launch_cost.json", CNN),
     Question(
         "Clock differences, second launches, secrets, signals", "trust_trials.py", "trust_*.json", SMALL

@@ -17,7 +17,7 @@ TASKS = PROGRAM.with_name("gpu_tasks.py")
 
 def test_a_machine_without_a_gpu_plays_one(tmp_path: Path, processes: Any) -> None:
     found = tmp_path / "gpu.json"
-    only = ("doctor", "killed", "two-ranks", "branches", "synchronizations", "verify-resume")
+    only = ("doctor", "killed", "two-ranks", "branches", "synchronizations", "snapshots", "verify-resume")
     limit = patient(300)
     command = [sys.executable, PROGRAM, "--only", *only, "--json", found, "--seconds", str(limit)]
     code, said = processes.run([str(word) for word in command], limit=300, cwd=tmp_path)
@@ -28,6 +28,7 @@ def test_a_machine_without_a_gpu_plays_one(tmp_path: Path, processes: Any) -> No
     assert rows["two ranks on one GPU, ddp, one killed"]["outcome"] == "the undisturbed run's bits"
     assert rows["fp16, --clip-norm"]["passed"] and rows["a task with freeze()"]["passed"]
     assert rows["waits of the host for the device"]["outcome"] == "0.00 a step, on the played GPU"
+    assert rows["snapshots of the tiny model"]["passed"]
     assert rows["verify-resume"]["outcome"] == "not measured: needs a GPU"
     assert rows["verify-resume"]["passed"] is None
 

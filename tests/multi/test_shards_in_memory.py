@@ -1,6 +1,9 @@
 """Each rank under fsdp keeps a snapshot of its shard: a killed rank costs at most one step, and no bit."""
 
+import errno
+import math
 import random
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +14,7 @@ from sharded_ranks import Trainer, in_ranks, killed_here
 
 from needs import require_strategy
 from tandem.checkpoint.node_memory import NodeMemory
+from tandem.schedule import Cadence
 from tandem.training.saving import snapshot_every
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(180)]
@@ -89,10 +93,60 @@ def test_a_step_that_only_one_rank_has_does_not_count(tmp_path: Path) -> None:
     assert [each["first"] for each in ended] == [2, 2]
 
 
+@pytest.mark.parametrize("name", ["fsdp", "ddp"])
+def test_every_copy_but_the_first_is_measured(tmp_path: Path, name: str) -> None:
+    """The first one allocates memory, as does one of a state that has grown."""
+
+    def copies(trainer: Trainer, _: Any) -> list[tuple[int, float]]:
+        trainer.begins()
+        found = list[tuple[int, float]]()
+        trainer.saver.on_copied = lambda size, seconds: found.append((size, seconds))
+        for step in range(6):
+            trainer.takes_step()
+            if step == 3:
+                trainer.optimizer.state[next(trainer.model.parameters())]["more"] = torch.zeros(5000)
+            trainer.saver.snapshot(trainer.step, has_lines=False)
+        return found
+
+    for measured in in_ranks(copies, tmp_path, 2, name=name, memories=[NodeMemory() for _ in range(4)]):
+        assert len(measured) == 4 and all(seconds > 0 for _, seconds in measured)
+        sizes = [size for size, _ in measured]
+        assert sizes[0] == sizes[1] > 0 and sizes[2] == sizes[3] > sizes[0]
+
+
+@pytest.mark.parametrize("name", ["fsdp", "ddp"])
+def test_a_rank_without_memory_reports_that_it_cannot_measure(tmp_path: Path, name: str) -> None:
+    def copies(trainer: Trainer, _: Any) -> list[tuple[int, float]]:
+        trainer.begins()
+        found = list[tuple[int, float]]()
+        trainer.saver.on_copied = lambda size, seconds: found.append((size, seconds))
+
+        def refuses(_: int) -> None:
+            raise OSError(errno.ENOMEM, "no memory is left")
+
+        for each in (trainer.saver._snapshots, trainer.saver._own):
+            if each is not None:
+                each._check_room = refuses  # type: ignore[method-assign]
+        for _step in range(2):
+            trainer.takes_step()
+            trainer.saver.snapshot(trainer.step, has_lines=False)
+        return found
+
+    memories = [NodeMemory() for _ in range(4)]
+    assert in_ranks(copies, tmp_path, 2, name=name, memories=memories) == [[(sys.maxsize, math.inf)]] * 2
+
+
+EVERY_STEP = Cadence(0.0, "seconds")
+NEVER = Cadence(0.0, "never")
+
+
 @pytest.mark.parametrize(
-    ("parameters", "state", "every"), [(False, False, "1"), (True, True, "1"), (False, True, "never")]
+    ("parameters", "state", "every"),
+    [(False, False, EVERY_STEP), (True, True, EVERY_STEP), (False, True, NEVER)],
 )
-def test_a_state_that_no_rank_can_keep_has_no_snapshots(parameters: bool, state: bool, every: str) -> None:
+def test_a_state_that_no_rank_can_keep_has_no_snapshots(
+    parameters: bool, state: bool, every: Cadence
+) -> None:
     """Errors that PowerSGD remembers are on all ranks, and in no shard."""
     strategy: Any = SimpleNamespace(shards_parameters=parameters, shards_state=state)
     world: Any = SimpleNamespace(device=torch.device("cpu"))

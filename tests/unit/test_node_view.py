@@ -18,7 +18,7 @@ from tandem.platforms.placement import detect
 from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
 from tandem.telemetry import health, metrics
-from tandem.telemetry.messages import Sample
+from tandem.telemetry.messages import Sample, Samples
 
 LIMIT_SECONDS = 20.0
 SECOND_OF_TWO = LaunchConfig(nodes=2, node_rank=1, master="127.0.0.1:29500")
@@ -147,5 +147,8 @@ def test_the_steps_in_the_memory_of_each_node_are_shown(tmp_path: Path) -> None:
         assert 'tandem_snapshot_step{node="1"} 6.0' in page
         node.metrics.forget_node(1)
         assert node.status()["snapshots"] == {"0": 7}
+        assert node.status()["snapshot_interval"] is None
+        node.receive(Samples([Sample("tandem_snapshot_interval_seconds", {}, 1.5)]))
+        assert node.status()["snapshot_interval"] == 1.5
     finally:
         node.close()

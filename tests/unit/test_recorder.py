@@ -153,6 +153,15 @@ def test_an_interval_of_many_steps_fits_its_messages(wire: Wire) -> None:
     assert wire.value("tandem_step_duration_seconds_count") == 20_000
 
 
+def test_the_interval_of_snapshots_is_sent_when_it_changes(wire: Wire) -> None:
+    made = recorder(wire)
+    before = len(wire.messages)
+    for seconds in (0.0, 0.0, 2.5):
+        made.snapshots_every(seconds)
+    assert len(wire.messages) == before + 2
+    assert wire.value("tandem_snapshot_interval_seconds") == 2.5
+
+
 def test_a_straggler_is_an_event_once(wire: Wire, tmp_path: Path) -> None:
     made = recorder(wire, Journal(tmp_path))
     row = [1.0, 0.03, 0.03, 0.036, 4.0] + [0.03] * len(PHASES)

@@ -1,4 +1,4 @@
-"""The state after every step, in node memory that outlives the ranks: a killed rank costs one step.
+"""The state of recent steps, in node memory that outlives the ranks: a killed rank costs the steps since.
 
 Every node keeps them, so that the loss of a node costs no more. docs/architecture.md#snapshots-on-every-node
 says which one counts. State that is equal on all ranks is divided among the ranks of a node; what only rank 0
@@ -12,9 +12,9 @@ alternating between two slots:
     then           slot 1: the same
 
 A rank marks a slot as being written, writes it, and marks it with the step. The ranks step together: when one
-of them writes step n + 1, all have written step n, so one slot is always complete. That holds only while all
-of them write to the same slot. The slot to keep is therefore passed to restarted ranks. The marks of a killed
-rank cannot tell, because its last write may be incomplete.
+of them writes a snapshot, all have written the one before, so one slot is always complete. That holds only
+while all of them write to the same slot. The slot to keep is therefore passed to restarted ranks. The marks
+of a killed rank cannot tell, because its last write may be incomplete.
 
 Nodes may have different snapshots of one step, if one was away while the others went back to a checkpoint.
 Snapshots are the same only if their step, their generation and their skeleton are.
@@ -233,21 +233,30 @@ class Snapshots:
         """True if the next `take` only copies. The first one allocates memory, which can take seconds."""
         return self._layout is not None
 
-    def take(self, step: int, state: Mapping[str, Any], own: Collection[int]) -> None:
-        """Copy this rank's part of `state` as of `step` (1 or more).
+    @property
+    def part_bytes(self) -> int:
+        """The size of this rank's part, which `take` copies; 0 before the first one."""
+        layout = self._layout
+        return 0 if layout is None else layout.cuts[self._rank + 1] - layout.cuts[self._rank]
 
-        `own`: indices, in order of appearance, of the tensors for which rank 0 has the correct values. Raises
-        ConfigError for a state that cannot be saved, and OSError if memory is short.
+    def take(self, step: int, state: Mapping[str, Any], own: Collection[int]) -> bool:
+        """Copy this rank's part of `state` as of `step` (1 or more); return whether that was all.
+
+        False: it allocated memory first, so its duration says nothing about the next one. `own`: indices, in
+        order of appearance, of the tensors for which rank 0 has the correct values. Raises ConfigError for a
+        state that cannot be saved, and OSError if memory is short.
         """
-        self.take_flat(step, *flatten(state), own)
+        return self.take_flat(step, *flatten(state), own)
 
     def take_flat(
         self, step: int, skeleton: dict[Any, Any], tensors: Sequence[Tensor], own: Collection[int]
-    ) -> None:
+    ) -> bool:
         """Copy this rank's part of a state that `flatten` has split; see `take`."""
         forms = [form_of(tensor) for tensor in tensors]
         text = marshal.dumps((skeleton, forms, sorted(own))) if self._rank == 0 else b""
-        if self._layout is None or list(self._layout.forms) != forms or len(text) > self._capacity:
+        known = self._layout
+        fits = known is not None and list(known.forms) == forms and len(text) <= self._capacity
+        if not fits:
             self._lay_out(forms, own, len(text))
         memory = self._memory
         layout = self._layout
@@ -261,6 +270,7 @@ class Snapshots:
         self._copy(sources)
         SLOT.pack_into(memory, self._slot * SLOT.size, layout.fingerprint, step, self._generation)
         self._is_kept = True
+        return fits
 
     def _copy(self, sources: list[Tensor]) -> None:
         """Copy into the slot.

@@ -226,7 +226,7 @@ class CheckpointConfig:
     keep_best: BestText | None = setting(None, "also keep the best checkpoint by this score")
     keep_every: Count | None = setting(None, "also keep one checkpoint every N steps")
     snapshot_every: Auto | CadenceText = setting(
-        "auto", "how often to snapshot the state in memory; auto: each step on CPUs, every 5s on GPUs"
+        "auto", "how often to snapshot the state in memory; auto: by the size and the cost of the copy"
     )
     resume: ResumeText = setting(
         "auto", "whether to resume from a checkpoint, and from which one", per_node=True

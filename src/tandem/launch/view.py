@@ -326,6 +326,7 @@ class NodeView:
             "restarts": self._restarts.total,
             "planned_stops": self._restarts.planned_stops,
             "snapshots": {str(node): int(step) for node, step in self._snapshots()},
+            "snapshot_interval": self.metrics.value(metrics.SNAPSHOT_INTERVAL_SECONDS),
             "checkpoint_every": self._settings.checkpoint.checkpoint_every,
             "blocks": block_reads(self.metrics),
             "verdict": self._verdict(),

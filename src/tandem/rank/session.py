@@ -29,6 +29,7 @@ from tandem.distributed.strategy import Strategy
 from tandem.errors import FINISHED
 from tandem.log import log_if_slow, log_warnings, redirect_output, setup
 from tandem.run.directory import RunDir
+from tandem.schedule import Cadence
 from tandem.telemetry.agent_state import count_log_messages
 from tandem.telemetry.channel import sender
 from tandem.telemetry.clock import Clock
@@ -42,7 +43,7 @@ from tandem.training.loop import EventSchedule
 from tandem.training.precision import precision_of
 from tandem.training.replay import replay_every
 from tandem.training.resume import NONE, Redistribute, ResumePoint, begin, check_data
-from tandem.training.saving import CheckpointSource, Saver, snapshot_every
+from tandem.training.saving import CheckpointSource, Saver, snapshot_every, snapshot_interval
 from tandem.training.shards import ShardedReading
 from tandem.training.summary import RunInfo, open_displays, write_summary
 
@@ -278,6 +279,14 @@ class RankSession:
             beginning.generation,
             strategy.shards_parameters,
         )
+        if config.snapshot_every == "auto":
+            self.saver.on_copied = self._adapt_snapshots
+
+    def _adapt_snapshots(self, size: int, seconds: float) -> None:
+        """Set the interval of snapshots, which only rank 0 uses, after a copy of `size` bytes here."""
+        interval = snapshot_interval(self.world.device.type, size, seconds)
+        self.event_schedule.cadences["snapshot"] = Cadence(interval, "seconds")
+        self.recorder.snapshots_every(interval)
 
     def begin_run(self, model: nn.Module) -> None:
         """Open the displays, and remove the summary of an earlier end."""

@@ -247,9 +247,11 @@ CHECKPOINT_BLOCKED_SECONDS = Counter("checkpoint_blocked_seconds",
     "Time that checkpoints blocked training.", "checkpoints")
 CHECKPOINT_SAVE_DURATION_SECONDS = Histogram("checkpoint_save_duration_seconds",
     "Time from snapshot to committed checkpoint.", "checkpoints", buckets=SAVE_BUCKETS)
-# Starts at 0, so that a run whose saves never succeed also counts as stale, instead of having no series.
 SNAPSHOT_STEP = Gauge("snapshot_step",
     "Step of the newest state in the node's memory.", "checkpoints", by_node=True)
+SNAPSHOT_INTERVAL_SECONDS = Gauge("snapshot_interval_seconds",
+    "Shortest time between two states in memory with --snapshot-every auto; 0: at every step.", "checkpoints")
+# Starts at 0, so that a run whose saves never succeed also counts as stale, instead of having no series.
 CHECKPOINT_LAST_SUCCESS_STEP = Gauge("checkpoint_last_success_step",
     "Step of the last checkpoint.", "checkpoints", initial=0.0)
 CHECKPOINT_SIZE_BYTES = Gauge("checkpoint_size_bytes", "Size of the last checkpoint.", "checkpoints")

@@ -190,6 +190,7 @@ class Recorder:
         self.own_samples: Callable[[], list[Sample]] = list
         """Returns what this rank alone knows, for each log interval."""
         self.known_costs = Costs()  # the last argument of `costs`, or from the loaded state
+        self._snapshot_interval: float | None = None
         self._steps_sent = 0
         self._sent_at = 0.0
 
@@ -398,6 +399,12 @@ class Recorder:
     def verified(self, step: int) -> None:
         """Report a checkpoint that was read back before older ones are removed; called by the same thread."""
         self.event("checkpoint_verified", step=step)
+
+    def snapshots_every(self, seconds: float) -> None:
+        """Report the interval of snapshots if it has changed; 0 for every step."""
+        if seconds != self._snapshot_interval:
+            self._snapshot_interval = seconds
+            self.samples(metrics.SNAPSHOT_INTERVAL_SECONDS.set(seconds))
 
     def event(self, kind: str, **fields: object) -> None:
         """Write a line to events.jsonl, and show it on the page (rank 0)."""

@@ -110,6 +110,14 @@ class Registry:
                     found[node] = found.get(node, 0.0) + sample.value
         return found
 
+    def value(self, family: Gauge) -> float | None:
+        """Return the value of a gauge without labels, or None if it has never been set."""
+        with self._lock:
+            if family.name not in self._registered:
+                return None
+            (collected,) = self._metrics[family.name].collect()
+            return float(collected.samples[0].value)
+
     def apply_node(self, node: int, samples: Iterable[Sample]) -> None:
         """Apply the result of `own` from another node; its counters have that node's totals."""
         with self._lock:

@@ -40,9 +40,12 @@ class EventSchedule:
     _last: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, steps_per_epoch: int, steps_planned: int, **every: str) -> "EventSchedule":
-        """Create a schedule from intervals: "200", "1epoch", "30s", "10%" or "never" for each of EVENTS."""
-        cadences = {event: Cadence.parse(every[event]) for event in EVENTS}
+    def of(cls, steps_per_epoch: int, steps_planned: int, **every: str | Cadence) -> "EventSchedule":
+        """Create a schedule from an interval for each of EVENTS, or its text, as `Cadence.parse` reads it."""
+        cadences = {}
+        for event in EVENTS:
+            given = every[event]
+            cadences[event] = Cadence.parse(given) if isinstance(given, str) else given
         return cls(cadences, steps_per_epoch, steps_planned)
 
     def steps_between(self, event: str) -> int | None:

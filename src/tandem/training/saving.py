@@ -1,7 +1,10 @@
 """Save a run while it trains: checkpoints on the volume, snapshots in the node's memory."""
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+import math
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
@@ -20,13 +23,25 @@ from tandem.distributed.notices import StoreNotices
 from tandem.distributed.peers import is_peer_loss
 from tandem.distributed.position import Grant
 from tandem.distributed.strategy import Strategy
-from tandem.distributed.whole_state import Rank0Values
+from tandem.distributed.whole_state import SHARE, Rank0Values
 from tandem.errors import StoppedError
+from tandem.schedule import Cadence
 from tandem.telemetry.recorder import Recorder
 from tandem.timeouts import SHARDS_LEFT_SECONDS
 from tandem.training.summary import RunInfo, manifest_info
 
 log = logging.getLogger("tandem.saving")
+
+SMALL_COPY_BYTES = 8 * 2**20
+"""On CPUs, `--snapshot-every auto` copies up to this size per rank at every step: about 2 ms."""
+SHORTEST_SECONDS = {"cpu": 0.0, "cuda": 5.0}
+"""Shortest interval of `--snapshot-every auto`.
+
+On GPUs a snapshot costs more than the copy that is measured: the host prepares no step meanwhile, so the GPU
+is idle for a moment afterwards.
+"""
+LONGEST_SECONDS = 60.0
+"""Longest interval of `--snapshot-every auto`, even if a copy a minute takes more than its share."""
 
 
 class CheckpointSource(Protocol):
@@ -90,6 +105,8 @@ class Saver:
         self.is_end = False
         """Whether the task ends the run at the step that is saved next."""
         self._is_cut_off = False
+        self.on_copied: Callable[[int, float], None] = lambda size, seconds: None
+        """Receives the bytes that this rank copied for a snapshot, and the seconds that it took."""
         world = facts.world
         notices = StoreNotices(world.store) if has_shards else None
         make = partial(ShardedWriter, world.rank, world.size, notices) if notices else CheckpointWriter
@@ -164,29 +181,40 @@ class Saver:
 
         `has_lines`: rank 0 has written this step's lines to the journal.
         """
+        began = time.monotonic()
         if self._has_shards:
             # Also without memory, because all ranks may have to take part.
             own = self._source.local_state()
             with self._optional_snapshots():
-                self._keep(step, {**own, "step": step})
+                self._report(self._keep(step, {**own, "step": step}), began)
             return
         if self._snapshots is None and self._own is None and self._from_rank_0 is None:
             return
         state = self._source.full_state()
         rank_0_indices = self._source.rank_0_indices(state)
         skeleton, tensors = flatten({**state, "step": step})
+        receives = time.monotonic()
         is_right = self._receive(rank_0_indices, tensors, has_lines)
+        began += time.monotonic() - receives  # rank 0's values have a share of the time for themselves
         with self._optional_snapshots():
+            only_copied = True
             if self._own is not None:
-                self._keep(step, {PER_RANK: self._source.per_rank_state()})
+                only_copied = self._keep(step, {PER_RANK: self._source.per_rank_state()})
             if self._snapshots is not None and is_right:
-                self._snapshots.take_flat(step, skeleton, tensors, rank_0_indices)
+                only_copied &= self._snapshots.take_flat(step, skeleton, tensors, rank_0_indices)
+            self._report(only_copied, began)
 
-    def _keep(self, step: int, own: Mapping[str, Any]) -> None:
-        """Take a snapshot of what only this rank has."""
-        if self._own is not None:
-            of = [self._facts.world.rank, self._facts.world.size]
-            self._own.take(step, {**own, OF: of}, ())
+    def _keep(self, step: int, own: Mapping[str, Any]) -> bool:
+        """Take a snapshot of what only this rank has; return as `Snapshots.take`."""
+        if self._own is None:
+            return False
+        of = [self._facts.world.rank, self._facts.world.size]
+        return self._own.take(step, {**own, OF: of}, ())
+
+    def _report(self, only_copied: bool, began: float) -> None:
+        if only_copied:
+            here = [each for each in (self._snapshots, self._own) if each is not None]
+            self.on_copied(sum(each.part_bytes for each in here), time.monotonic() - began)
 
     @contextmanager
     def _optional_snapshots(self) -> Iterator[None]:
@@ -197,6 +225,8 @@ class Saver:
         except OSError as error:
             log.warning("in-memory snapshots are disabled, a restart resumes from a checkpoint: %s", error)
             self._snapshots = self._own = None
+            # Other nodes may still keep snapshots, at a cost that this rank cannot measure.
+            self.on_copied(sys.maxsize, math.inf)
 
     def _receive(self, indices: Collection[int], tensors: list[Tensor], has_lines: bool) -> bool:
         """Replace the tensors at `indices` by rank 0's; return whether this node may keep `tensors` then.
@@ -263,14 +293,27 @@ class Saver:
             self.join_quietly(error)
 
 
-def snapshot_every(text: str, world: ProcessGroup, grant: Grant, strategy: Strategy) -> str:
-    """Resolve `--snapshot-every auto`: every step for a copy within memory, every 5 s from a GPU."""
+def snapshot_every(text: str, world: ProcessGroup, grant: Grant, strategy: Strategy) -> Cadence:
+    """Resolve `--snapshot-every`; `auto` begins with the shortest interval, on CPUs every step.
+
+    It is an interval in seconds even then, so that rank 0 decides for all ranks: each measures other copies.
+    """
     # No rank has the whole state of a gradient exchange that each rank remembers for itself.
     is_divided = strategy.shards_state and not strategy.shards_parameters
     if is_divided or not grant.memories:
-        return "never"
-    # A GPU's state crosses the bus for each snapshot, which would slow down every step.
-    return text if text != "auto" else "1" if world.device.type == "cpu" else "5s"
+        return Cadence.parse("never")
+    return Cadence.parse(text) if text != "auto" else Cadence(SHORTEST_SECONDS[world.device.type], "seconds")
+
+
+def snapshot_interval(device: str, size: int, seconds: float) -> float:
+    """Return the seconds until the snapshot after one of `size` bytes per rank that took `seconds`.
+
+    Each copy is paid for by the interval that follows it, so copies never take more than SHARE of the time,
+    however their durations vary, unless LONGEST_SECONDS is too short for one. `device`: "cpu" or "cuda".
+    """
+    if device == "cpu" and size <= SMALL_COPY_BYTES:
+        return 0.0
+    return min(max(seconds / SHARE[device], SHORTEST_SECONDS[device]), LONGEST_SECONDS)
 
 
 def warn_of_missing_score(keep_best: str | None, step: int, scores: Mapping[str, float]) -> None:

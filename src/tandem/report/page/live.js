@@ -15,11 +15,12 @@ function spares(waiting) {
   return waiting.length ? `, waiting as ${waiting.length === 1 ? "a spare" : "spares"}: node ${waiting.join(", ")}` : ", no spare is waiting";
 }
 
-// The newest state that a restart finds in memory, and the nodes that have one.
-function stateInMemory(snapshots) {
+// The newest state that a restart finds in memory, the nodes that have one, and how often it is kept.
+function stateInMemory(snapshots, interval) {
   const nodes = Object.keys(snapshots ?? {});
+  const often = interval ? `, every ${seconds(interval)}` : interval === 0 ? ", every step" : "";
   const where = nodes.length > 6 ? `on ${nodes.length} nodes` : `on ${nodes.length > 1 ? "nodes" : "node"} ${nodes.join(", ")}`;
-  return nodes.length ? [["state in memory", `step ${number(Math.max(...Object.values(snapshots)))}`, where]] : [];
+  return nodes.length ? [["state in memory", `step ${number(Math.max(...Object.values(snapshots)))}`, where + often]] : [];
 }
 
 function show(run) {
@@ -44,7 +45,7 @@ function show(run) {
     ["samples per second", number(run.samples_per_second)],
     ["time left", isOver ? "–" : seconds(run.seconds_left), !isOver && isNumber(run.seconds_left) ? `at ${clock(run.time + run.seconds_left)}` : ""],
     ["last checkpoint", newest ? `${seconds(run.time - newest.time)} ago` : "none", newest ? `step ${number(newest.step)}` : ""],
-    ...stateInMemory(run.snapshots),
+    ...stateInMemory(run.snapshots, run.snapshot_interval),
     ["restarts", number(run.restarts), run.planned_stops ? `and ${number(run.planned_stops)} planned stops` : ""],
   ]);
   $("inside").hidden = !run.inspection || isOver;
