@@ -32,7 +32,7 @@ from tandem.config.slices import LaunchConfig
 from tandem.data.sampler import STEPS_AT_ONCE, GlobalOrder
 from tandem.distributed.consensus import ConsensusReader, pack, proposal_slots
 from tandem.launch.membership import LastCall
-from tandem.launch.rendezvous_state import STATE_KEY, WatchfulBackend, paces
+from tandem.launch.rendezvous_state import STATE_KEY, WatchfulBackend, poll_intervals
 from tandem.launch.watchdog import NODES_AT_ONCE, Watchdog, _NodeWords
 from tandem.platforms.placement import detect
 from tandem.telemetry import metrics
@@ -219,7 +219,8 @@ def rendezvous(nodes: int) -> Row:
         backend.set_state(bits, token)
 
     kib = len(store.get(STATE_KEY)) // 1024
-    return row(f"keep-alive in a rendezvous of {nodes}, {kib} KiB", cpu_ms(beat), paces(nodes).alive_seconds)
+    seconds = poll_intervals(nodes).alive_seconds
+    return row(f"keep-alive in a rendezvous of {nodes}, {kib} KiB", cpu_ms(beat), seconds)
 
 
 def sampler(samples: int) -> list[Row]:

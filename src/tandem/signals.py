@@ -240,18 +240,18 @@ def unblock_stop_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def default_signals(spares: bool = False) -> None:
+def default_signals(ignore_unhandled: bool = False) -> None:
     """Restore Python's own handlers in a fork of the fork server, and receive the signals sent meanwhile.
 
-    `spares`: see `spare_programs_without_handlers`.
+    `ignore_unhandled`: see `ignore_unhandled_scheduler_signals`.
     """
     default_handlers()
-    if spares:
-        spare_programs_without_handlers()
+    if ignore_unhandled:
+        ignore_unhandled_scheduler_signals()
     unblock_stop_signals()
 
 
-def spare_programs_without_handlers() -> None:
+def ignore_unhandled_scheduler_signals() -> None:
     """Make SIGUSR1 and SIGUSR2 harmless to a program without a handler for them.
 
     A scheduler sends them to the whole process tree; the agent asks such a program to stop with SIGTERM. They

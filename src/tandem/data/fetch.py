@@ -85,7 +85,7 @@ class WithStepContext:
         return self.method(*given, **{name: values[name] for name in self._names})
 
 
-def asking(method: Any, given: int, moment: StepContext) -> Any:
+def with_step_context(method: Any, given: int, moment: StepContext) -> Any:
     """Wrap `method` in `WithStepContext` if it has more than `given` parameters, among them one of NAMES."""
     try:
         parameters = list(inspect.signature(method).parameters.values())

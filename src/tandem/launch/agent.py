@@ -25,7 +25,7 @@ from tandem.launch.rendezvous import (
     is_admitted,
     wait_for_end_of_node_0,
 )
-from tandem.launch.rendezvous_state import paces
+from tandem.launch.rendezvous_state import poll_intervals
 from tandem.launch.secret import SECRET
 from tandem.launch.spares import PlaceLostError, Places, places_of
 from tandem.launch.watchdog import SlowRanks, Watchdog
@@ -58,7 +58,7 @@ def run_agent(node: NodeContext) -> AgentReport:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     placement = node.placement
     # torch's engine polls once a second, which every restart would have to wait for.
-    hasten_rendezvous(paces(placement.nodes).poll_seconds)
+    hasten_rendezvous(poll_intervals(placement.nodes).poll_seconds)
     # Once, and not per connection: the other nodes keep using this store while this agent rejoins.
     server = node.endpoint.host() if placement.node_rank == 0 else None
     if server is not None and node.endpoint.is_open:

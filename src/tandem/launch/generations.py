@@ -47,7 +47,7 @@ from tandem.launch.rendezvous import (
     job_end_in,
     publish_job_result,
 )
-from tandem.launch.rendezvous_state import check_all_stay, handler_of, paces, who_is_here
+from tandem.launch.rendezvous_state import check_all_stay, describe_joined_nodes, handler_of, poll_intervals
 from tandem.launch.shutdown import (
     Stopping,
     await_departures,
@@ -388,7 +388,7 @@ class NodeAgent(SimpleElasticAgent):
         waited = running_clock.now() - self._waiting_since
         if waited > self._next_word:
             self._next_word = waited + WAITING_WORD_SECONDS
-            here = who_is_here(self._handler, self._node.placement)
+            here = describe_joined_nodes(self._handler, self._node.placement)
             log.info("waiting: %s (%.0f of %.0f s)", here, waited, self._node.config.master_timeout)
 
     def _is_done(self) -> bool:
@@ -449,7 +449,7 @@ class NodeAgent(SimpleElasticAgent):
             self._before_poll()
             check_all_stay(self._handler, nodes)
 
-        return sync.GenerationStore(store, look, paces(nodes).poll_seconds / 10)
+        return sync.GenerationStore(store, look, poll_intervals(nodes).poll_seconds / 10)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Compute the position of every local rank, and start them there."""

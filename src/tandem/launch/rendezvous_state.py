@@ -123,18 +123,18 @@ class WatchfulBackend(RendezvousBackend):
 def handler_of(
     placement: Placement,
     store: TCPStore,
-    asked: LaunchConfig,
+    launch: LaunchConfig,
     before_poll: Callable[[], None],
     address: str | None = None,
     is_gone: Callable[[str], bool] = lambda address: False,
 ) -> DynamicRendezvousHandler:
-    """Return torch's rendezvous handler for the nodes of this job, with the timeouts of `asked`.
+    """Return torch's rendezvous handler for the nodes of this job, with the timeouts of `launch`.
 
     `address` is this node's name there. Nodes whose name `is_gone` count as dead at once.
     """
     low, high = placement.elastic or (placement.nodes, placement.nodes)
-    timeout = LastCall(asked.master_timeout)
-    pace = paces(high)
+    timeout = LastCall(launch.master_timeout)
+    pace = poll_intervals(high)
     # The engine orders nodes by the text of their address. The node rank in front keeps rank 0 on node 0.
     handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
         RUN_ID,
@@ -158,7 +158,7 @@ class PollIntervals(NamedTuple):
     backoff_seconds: float
 
 
-def paces(nodes: int) -> PollIntervals:
+def poll_intervals(nodes: int) -> PollIntervals:
     """Return how often `nodes` nodes poll and write the state that they share.
 
     Every heartbeat is written into the state and read by all, so the total cost grows with the square of the
@@ -175,7 +175,7 @@ def paces(nodes: int) -> PollIntervals:
     return PollIntervals(min(poll, TORCH_POLL_SECONDS), min(alive, TORCH_KEEP_ALIVE_SECONDS), backoff)
 
 
-def who_is_here(handler: DynamicRendezvousHandler, placement: Placement) -> str:
+def describe_joined_nodes(handler: DynamicRendezvousHandler, placement: Placement) -> str:
     """Return how many nodes have joined and, for a fixed number, which are missing.
 
     This node counts as joined.

@@ -39,7 +39,7 @@ from tandem.launch.rendezvous import (
     job_end_in,
     read_all,
 )
-from tandem.launch.rendezvous_state import paces
+from tandem.launch.rendezvous_state import poll_intervals
 from tandem.launch.watchdog import Watchdog
 from tandem.platforms.placement import Placement
 from tandem.timeouts import (
@@ -249,7 +249,7 @@ class AllPlaces(Places):
         self._view = node.view
         self._connect: Callable[[], TCPStore] = node.endpoint.connect
         self._pause = pause = _pause(node.placement)
-        pace = paces(node.placement.nodes + node.placement.spares)
+        pace = poll_intervals(node.placement.nodes + node.placement.spares)
         self._long_silence = float(pace.alive_seconds * KEEP_ALIVE_ATTEMPTS)
         self._table = PlaceTable(
             node.placement.nodes,
@@ -339,7 +339,7 @@ def places_of(node: NodeContext, on_place: Callable[[int], None]) -> Places:
 
 def _pause(placement: Placement) -> float:
     """Return the seconds between two reports of a node: longer among many nodes."""
-    return max(SPARE_BEAT_SECONDS, 2 * paces(placement.nodes + placement.spares).poll_seconds)
+    return max(SPARE_BEAT_SECONDS, 2 * poll_intervals(placement.nodes + placement.spares).poll_seconds)
 
 
 def _report_key(node: int) -> str:

@@ -285,7 +285,7 @@ def _training(
         stop=stop,
         batches=profiled(steps, window, first, profile),
         evaluate=evaluate,
-        ends=train_state.memory.after_evaluation,
+        ends=train_state.task_state.after_evaluation,
         check_replicas=partial(check_replicas, world, train_state.strategy, train_state.model, recorder),
         saver=session.saver,
         step=first,

@@ -42,7 +42,7 @@ class Job:
 
     `logs`: the directory of the ranks' logs. `variables`: the settings that were given, as TANDEM_ variables.
     `hang_timeout`: seconds, or None to derive it from the step time. `patience`: seconds that a start, an
-    evaluation or a save may take. `cold`: each rank is a new interpreter.
+    evaluation or a save may take. `fresh_interpreter`: each rank is a new interpreter.
     """
 
     program: Program
@@ -52,7 +52,7 @@ class Job:
     hang_timeout: float | None
     patience: float
     json_lines: bool
-    cold: bool
+    fresh_interpreter: bool
 
 
 def problem_of_script(path: Path) -> str | None:

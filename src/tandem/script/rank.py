@@ -43,7 +43,7 @@ from tandem.text import with_type
 
 log = logging.getLogger("tandem.run")
 
-COLD = "tandem.script.cold"
+FRESH_INTERPRETER_MODULE = "tandem.script.fresh_interpreter"
 OTHER_THREADS = threading.active_count() - 1
 """Threads of the fork server after its imports; a fork loses them."""
 
@@ -51,14 +51,14 @@ OTHER_THREADS = threading.active_count() - 1
 def run_rank(job: Job, start: RankStart) -> NoReturn:
     """Become the rank in a process that the agent's fork server forked, by calling the script or by exec."""
     position = start.position
-    default_signals(spares=job.program.kind != "command")
+    default_signals(ignore_unhandled=job.program.kind != "command")
     set_variables(job, start)
     if job.program.kind == "command":
         _write_to_log(job, position.rank)
         _end_with_fork_server()
         os.execvp(job.program.target, [job.program.target, *job.program.arguments])
-    if job.cold:
-        _exec_cold(job, start)
+    if job.fresh_interpreter:
+        _exec_fresh_interpreter(job, start)
     problem = unfit_to_fork()
     if problem:
         if position.local_rank == 0:
@@ -66,7 +66,7 @@ def run_rank(job: Job, start: RankStart) -> NoReturn:
                 f"tandem: {problem}; ranks start in new interpreters (as with --fresh-interpreter)",
                 file=sys.stderr,
             )
-        _exec_cold(job, start)
+        _exec_fresh_interpreter(job, start)
     forget_the_fork(start.grant.folder)
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and int(threads) > 0 and "torch" in sys.modules:
@@ -78,7 +78,7 @@ def run_rank(job: Job, start: RankStart) -> NoReturn:
 def warm_up(job: Job, expected: RankStart | None) -> None:
     """Prepare a standby process: import what the script has imported, as the rank that it will be."""
     # An exec would lose the imports.
-    if job.cold or job.program.kind == "command" or expected is None:
+    if job.fresh_interpreter or job.program.kind == "command" or expected is None:
         return
     set_variables(job, expected)  # some packages read their rank when they are imported
     names = json.loads(imports_file(expected.grant).read_text())
@@ -281,14 +281,18 @@ def _copying(stream: Any, copy: Any) -> io.TextIOWrapper:
     return io.TextIOWrapper(raw, *options)
 
 
-def _exec_cold(job: Job, start: RankStart) -> NoReturn:
+def _exec_fresh_interpreter(job: Job, start: RankStart) -> NoReturn:
     """Become a new interpreter with the same process ID."""
     path = error_file(start.grant, start.position.rank).with_name("job.pickle")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(pickle.dumps((job, start.with_memories(()), descriptor_for_exec())))
     _end_with_fork_server()
     flags = cast(Any, subprocess)._args_from_interpreter_flags()
-    os.execve(sys.executable, [sys.executable, *flags, "-m", COLD, str(path)], safe_path(os.environ))
+    os.execve(
+        sys.executable,
+        [sys.executable, *flags, "-m", FRESH_INTERPRETER_MODULE, str(path)],
+        safe_path(os.environ),
+    )
 
 
 def _end_with_fork_server() -> None:

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tandem.config.task_names import VALID, parsed
 from tandem.data.datasets import Datasets, install_vision
-from tandem.data.fetch import Collate, StepContext, asking
+from tandem.data.fetch import Collate, StepContext, with_step_context
 from tandem.data.loader import batch_size_of
 from tandem.errors import ConfigError, TandemError
 from tandem.tasks.mistakes import Outputs, loss_and_sums, weight_of, where
@@ -157,8 +157,8 @@ class WholeTask:
         for name in self.own.union(REQUIRED_METHODS):
             setattr(self, name, getattr(task, name, None))
         self.moment = StepContext()
-        self.loss = asking(self.loss, 2, self.moment)
-        self.collate = asking(self.collate, 1, self.moment)
+        self.loss = with_step_context(self.loss, 2, self.moment)
+        self.collate = with_step_context(self.collate, 1, self.moment)
 
     build_model: Callable[[], nn.Module]
     build_datasets: Callable[[], Datasets]

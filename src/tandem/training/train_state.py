@@ -37,7 +37,7 @@ log = logging.getLogger("tandem.run")
 REMEMBERING = ("state_dict", "after_evaluation")
 
 
-class Memory:
+class TaskState:
     """The state of a task that has one of REMEMBERING, up to the last evaluation that it was told about.
 
     A checkpoint that is due together with an evaluation is begun before it, so its scores are in the
@@ -106,7 +106,7 @@ class TrainState:
         # The ranks of a node share its data directory, and two downloads would write the same files.
         world.once_per_node(self.task.prepare)
         check_methods(self.task)
-        self.memory = Memory(self.task, world)
+        self.task_state = TaskState(self.task, world)
         self.datasets = datasets_of(self.task)
         loading = world.device, world.gather, cores_of(world.position)
         self._reader = BatchReader(data, run.seed, world.rank, world.size, self.task.collate, *loading)
@@ -228,7 +228,7 @@ class TrainState:
         self.strategy.load_exchange(saved.get("exchange", {}))
         if "scaler" in saved:
             self.stepper.scaler.load_state_dict(saved["scaler"])
-        self.memory.load(saved, scores)
+        self.task_state.load(saved, scores)
         self.task.after_resume(self.model)
 
     def full_state(self) -> dict[str, Any]:
@@ -257,7 +257,7 @@ class TrainState:
             "exchange": self.strategy.exchange_state(),
             "log": self.recorder.state(),
             "exchanges": dict(self.exchanges),
-            **self.memory.state(),
+            **self.task_state.state(),
         }
 
     def checkpoint_extras(self, recorder: Recorder, step: int) -> dict[str, Any]:

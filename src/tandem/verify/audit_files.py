@@ -83,7 +83,7 @@ def leaves(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Le
     """Yield the tensors and numbers in nested containers with their dotted names."""
     if isinstance(value, Tensor):
         yield name, value.detach()
-    elif isinstance(value, Thing):
+    elif isinstance(value, PickledObject):
         yield from leaves(value.contents(), name, depth)
     elif isinstance(value, np.ndarray):
         if value.dtype.kind in "biufc":
@@ -113,7 +113,7 @@ def _torch(path: Path) -> Any:
         return _Restricted(io.BytesIO(archive.read(pickled)), archive, pickled[: -len("data.pkl")]).load()
 
 
-class Thing:
+class PickledObject:
     """An object of a class that is not built: it keeps the arguments and the state of its pickle."""
 
     arguments: tuple[Any, ...]
@@ -122,7 +122,7 @@ class Thing:
     members: list[Any]
 
     # Not in __init__, which pickle does not call for most objects.
-    def __new__(cls, *arguments: Any, **options: Any) -> "Thing":
+    def __new__(cls, *arguments: Any, **options: Any) -> "PickledObject":
         found = super().__new__(cls)
         found.arguments = arguments
         found.state = options or None
@@ -146,7 +146,7 @@ class Thing:
         return hash(repr(self.arguments))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Thing) and vars(self) == vars(other)
+        return isinstance(other, PickledObject) and vars(self) == vars(other)
 
     def contents(self) -> Any:
         """Return what the pickle has of the object, as containers."""
@@ -198,7 +198,7 @@ class _Restricted(pickle.Unpickler):
         if module == "torch" and name in STORAGES:
             return STORAGES[name]
         # A new class, because pickle calls `cls.__new__` and compares types.
-        return type(name, (Thing,), {"__module__": module})
+        return type(name, (PickledObject,), {"__module__": module})
 
     def persistent_load(self, pid: Any) -> Tensor:
         """Return the storage of a tensor: pid is ("storage", type, key, location, number of elements)."""

@@ -95,8 +95,8 @@ class ProgramWork:
         self.job = job_of(program, run, settings, chosen)
         self.words: Sequence[str] = program.words()
         # For a new interpreter the fork server imports only what starts it, because exec drops the modules.
-        cold = self.job.cold or program.kind == "command"
-        self.preload: Sequence[str] = [*([] if cold else ["tandem.launch.preload"]), "tandem.script.rank"]
+        is_fresh = self.job.fresh_interpreter or program.kind == "command"
+        self.preload: Sequence[str] = [*([] if is_fresh else ["tandem.launch.preload"]), "tandem.script.rank"]
 
     def check(self, placement: Placement, gpus: Callable[[], Sequence[str]]) -> None:
         """Under torchrun or srun, each rank would launch the program again."""
@@ -223,7 +223,7 @@ def job_of(program: Program, run: RunDir, settings: Settings, chosen: Collection
         hang_timeout=None if hang == "auto" else float(hang),
         patience=settings.reliability.phase_timeout,
         json_lines=settings.telemetry.log_format == "json",
-        cold=settings.launch.fresh_interpreter,
+        fresh_interpreter=settings.launch.fresh_interpreter,
     )
 
 
