@@ -41,8 +41,8 @@ from table import Row, finish  # noqa: E402
 
 TASKS = ROOT / "benchmarks" / "gpu_tasks.py"
 QUIET = ("--metrics", 0, "--metrics-linger", 0, "--progress", "off", "--eval-every", "never")
-PASSED = {"distributed/consensus.py:drain", "data/fetch.py:fetch"}
-"""Places that look at what is on the host by then: the step before's numbers, and an index on the CPU."""
+EXPECTED_WAITS = {"distributed/consensus.py:drain", "data/fetch.py:fetch"}
+"""Reads that do not wait: the previous step's numbers are already on the host, and the index is on the CPU."""
 HOST_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy")
 
 
@@ -294,7 +294,7 @@ def synchronizations(check: Check) -> list[Row]:
         os.environ["PLAYED_GPU_NOTES"] = str(notes)
         check.run("synchronizations", *words)
         waits = Counter(
-            {place: n for place, n in played_gpu.noted(notes).counts["wait"].items() if place not in PASSED}
+            {place: n for place, n in played_gpu.noted(notes).counts["wait"].items() if place not in EXPECTED_WAITS}
         )
         each = sum(count for count in waits.values() if count >= 3 * steps) / (3 * steps)
         worst = ", ".join(place for place, count in waits.most_common(3) if count >= 3 * steps)

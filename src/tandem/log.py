@@ -92,7 +92,7 @@ def redirect_output(path: Path) -> None:
         stream.flush()
         os.dup2(descriptor, stream.fileno())
     os.close(descriptor)
-    outlive_the_terminal()  # nor may a full disk end a program that prints
+    survive_closed_terminal()  # nor may a full disk end a program that prints
     keep_bounded(path, *(stream.fileno() for stream in (sys.stdout, sys.stderr)))
 
 
@@ -120,7 +120,7 @@ class ClosableStream:
         return getattr(self._stream, name)
 
 
-def outlive_the_terminal() -> None:
+def survive_closed_terminal() -> None:
     """Let this process and its forks keep printing after their terminal or pipe was closed.
 
     That happens with `| head`, a pager that was left, or a closed terminal.
@@ -192,7 +192,9 @@ class FileHandler(logging.FileHandler):
 
     def emit(self, record: logging.LogRecord) -> None:
         path = Path(self.baseFilename)
-        if self.stream is not None and rotation.has_gone(path, self.stream.fileno(), rotation.LOG_BYTES):
+        if self.stream is not None and rotation.rotate_if_full(
+            path, self.stream.fileno(), rotation.LOG_BYTES
+        ):
             with suppress(OSError):  # it stays with the older one, and tries again
                 before = self.stream
                 self.stream = self._open()

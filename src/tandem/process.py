@@ -210,12 +210,12 @@ def safe_path(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` for an interpreter that does not import modules from the current directory.
 
     A random.py, queue.py or torch.py in the directory where a command is typed would otherwise run. The value
-    records that tandem set it: users' own programs must behave as under python, see `take_back_safe_path`.
+    records that tandem set it: users' own programs must behave as under python, see `undo_safe_path`.
     """
     return {**environ, SAFE_PATH: environ.get(SAFE_PATH) or OURS}
 
 
-def take_back_safe_path(environ: MutableMapping[str, str]) -> None:
+def undo_safe_path(environ: MutableMapping[str, str]) -> None:
     """Remove tandem's request for a safe path, before this process runs or starts other programs."""
     global _is_ours
     if environ.get(SAFE_PATH) == OURS:

@@ -77,7 +77,7 @@ class StopFlag:
         return self
 
     @contextmanager
-    def ending(self) -> Iterator[None]:
+    def exit_on_signal(self) -> Iterator[None]:
         """Let a signal end this block at once, because there is nothing to save. Raises StoppedError."""
         self._is_ending = True
         try:
@@ -161,8 +161,9 @@ class StopFlag:
 def deferred_signals() -> Iterator[None]:
     """Defer the signals that a fork server ignores, and their handlers, to the end of this block.
 
-    A process that is started meanwhile never dies of one, and a handler that raises (`StopFlag.ending`) never
-    does so inside a fork: Python drops an error of its fork hooks, and logging's lock stays locked with it.
+    A process that is started meanwhile is not killed by one. A handler that raises
+    (`StopFlag.exit_on_signal`) never does so inside a fork, where Python drops an error of its fork hooks and
+    leaves logging's lock locked.
     """
     deferred: list[int] = []
     handlers: dict[int, Any] = {}

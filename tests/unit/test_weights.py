@@ -18,7 +18,7 @@ from tandem.checkpoint.store import CheckpointStore
 from tandem.config.slices import ComputeConfig, ExchangeConfig
 from tandem.distributed.strategy.single import SingleStrategy
 from tandem.errors import ConfigError
-from tandem.training.weights import PREFIXES, Initial, fit, read_weights, tensors_in
+from tandem.training.weights import PREFIXES, Initial, match_weights, read_weights, tensors_in
 
 
 class Net(nn.Module):
@@ -71,15 +71,15 @@ def test_any_wrapping_of_file_and_model_fits(theirs: list[str], mine: list[str])
         outer.add_module(prefix.rstrip("."), model)
         model = outer
     wrapped = {"".join(theirs) + name: value for name, value in state_of().items()}
-    found = fit(wrapped, model)
+    found = match_weights(wrapped, model)
     assert found.share == 1 and not found.missing and not found.unexpected and not found.wrong_shaped
 
 
 def test_names_that_could_mean_two_are_not_guessed() -> None:
     model = nn.ModuleDict({"model": nn.Linear(2, 2), "module": nn.Linear(2, 2)})
-    found = fit(dict(nn.Linear(2, 2).state_dict()), model)
+    found = match_weights(dict(nn.Linear(2, 2).state_dict()), model)
     assert found.share == 0 and len(found.missing) == 4 and len(found.unexpected) == 2
-    exact = fit(dict(model.state_dict()), model)
+    exact = match_weights(dict(model.state_dict()), model)
     assert exact.share == 1 and not exact.missing
 
 
@@ -123,7 +123,7 @@ def test_safetensors(tmp_path: Path) -> None:
     save_file = pytest.importorskip("safetensors.torch").save_file
     mine = {name: value for name, value in state_of().items() if not name.startswith("tied")}
     save_file(mine, tmp_path / "weights.safetensors")
-    found = fit(read(tmp_path / "weights.safetensors"), Net())
+    found = match_weights(read(tmp_path / "weights.safetensors"), Net())
     assert found.share == 1 and found.missing == ("tied.weight", "tied.bias")
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "weights.safetensors").read_bytes()[:-9])
     with pytest.raises(ConfigError, match="not a valid safetensors file"):

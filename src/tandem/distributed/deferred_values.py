@@ -342,7 +342,7 @@ def _memory_of(got: Tensor, view: _View, about: _Memory) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=got.device).set_(storage)
 
 
-class Place(NamedTuple):
+class ModuleTensor(NamedTuple):
     """An attribute of a module that holds a tensor without values."""
 
     module: nn.Module
@@ -366,18 +366,18 @@ class DeferredValues:
         final = dict.fromkeys(view.memory for _, view in views.values())
         self._order = sorted(final, key=lambda index: (self._memories[index].uses or [-1])[-1])
 
-    def places(self, model: nn.Module) -> list[Place]:
+    def module_tensors(self, model: nn.Module) -> list[ModuleTensor]:
         """Return where the model holds the tensors, which may be in several places."""
         found = []
         for prefix, module in model.named_modules():
             for name, tensor in _held(module):
                 if id(tensor) in self._views:
-                    found.append(Place(module, name, f"{prefix}.{name}".strip("."), tensor))
+                    found.append(ModuleTensor(module, name, f"{prefix}.{name}".strip("."), tensor))
         return found
 
     def digest(self, model: nn.Module) -> str:
         """Return a digest of names, shapes and the order of computation."""
-        forms = [(place.path, self._views[id(place.tensor)][1]) for place in self.places(model)]
+        forms = [(each.path, self._views[id(each.tensor)][1]) for each in self.module_tensors(model)]
         return hashlib.sha256(repr((forms, self._order)).encode()).hexdigest()
 
     def computed(self, computes: bool) -> Iterator[tuple[int, Tensor | None]]:

@@ -13,7 +13,7 @@ from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
 from tandem.errors import KILLED, PEER_LOST, PeerLostError, TandemError, is_retried
-from tandem.launch.connectivity import Connect, what_is_wrong
+from tandem.launch.connectivity import Connect, find_problems
 from tandem.launch.generations import NodeAgent
 from tandem.launch.inspection import Inspector
 from tandem.launch.inspection_socket import InspectionSocket
@@ -175,7 +175,7 @@ def _say_what_is_wrong(node: NodeContext, connect: Connect | None = None) -> Non
 
     `connect` opens the agents' store, if this node was let in there.
     """
-    found = what_is_wrong(node.placement, os.environ, connect)
+    found = find_problems(node.placement, os.environ, connect)
     if found:
         log.warning("connectivity problems found on this node:", extra={"table": found})
     else:

@@ -22,9 +22,9 @@ from tandem.launch.run_dir import adjust_for_job
 from tandem.launch.secret import conceal
 from tandem.launch.simulated import simulate
 from tandem.launch.torch_variables import wait_passively
-from tandem.log import is_quiet, log_if_slow, outlive_the_terminal, setup, writes_to_file
+from tandem.log import is_quiet, log_if_slow, setup, survive_closed_terminal, writes_to_file
 from tandem.platforms.placement import Placement, detect, of_this_process
-from tandem.platforms.replica import note_code, note_end, note_start, stay_down_code
+from tandem.platforms.replica import note_code, note_end, note_start, permanent_exit_code
 from tandem.process import without_collection
 from tandem.run.directory import RunDir
 from tandem.run.lease import refuse_if_owned
@@ -44,7 +44,7 @@ def launch(flags: Flags, environ: Environment, program: Program | None = None) -
 
     Trains the task of the settings, or runs `program`. Raises TandemError.
     """
-    outlive_the_terminal()
+    survive_closed_terminal()
     try:
         if program is not None:
             check(program, flags)
@@ -60,7 +60,7 @@ def _launch_replica(flags: Flags, environ: Environment, program: Program | None)
     """Run under Compose, which restarts on any nonzero exit: exit at once if the last end was permanent."""
     run_dir = RunDir(environ.get("TANDEM_RUN_DIR", ".")).folder
     container = socket.gethostname()
-    code = stay_down_code(run_dir, container)
+    code = permanent_exit_code(run_dir, container)
     if code is not None:
         return code
     note_start(container)
@@ -122,7 +122,7 @@ def train(flags: Flags, environ: Environment) -> int:
 
     Raises TandemError.
     """
-    outlive_the_terminal()
+    survive_closed_terminal()
     run, settings, placement, chosen = _begin(flags, environ)
     placement = placement.as_rank()
     if placement.rank is None and placement.nodes > 1:

@@ -47,7 +47,7 @@ class ConnectivityProblem(NamedTuple):
     remedy: str = ""
 
 
-def what_is_wrong(
+def find_problems(
     placement: Placement, environ: Environment, connect: Connect | None = None
 ) -> dict[str, str]:
     """Return {name: problem and remedy} for nodes that did not connect; node 0's own port counts as taken.

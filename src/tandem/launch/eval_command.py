@@ -17,7 +17,7 @@ from tandem.checkpoint.manifest import check_fits
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import SETTINGS, Given, Settings, as_flags, resolve
 from tandem.config.slices import LaunchConfig
-from tandem.config.task_names import is_script, whose_code_runs
+from tandem.config.task_names import describe_task_code, is_script
 from tandem.distributed.position import RankStart
 from tandem.errors import FAILED, FINISHED, ConfigError, PeerLostError, TandemError, job_code, shell_code
 from tandem.launch.lone_rank import connection_of, position_of
@@ -132,7 +132,7 @@ def settings_of(
             "task that builds its model: use `tandem export RUN` for its weights"
         )
     run_dir = directory.parent if directory.name.startswith(layout.CHECKPOINTS) else directory
-    return settings, whose_code_runs(
+    return settings, describe_task_code(
         settings.run.task, f"the checkpoint in {printable(str(directory))}", run_dir
     )
 

@@ -78,7 +78,7 @@ def end_fork_server() -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def has_gone() -> bool:
+def has_exited() -> bool:
     """Return whether the server was killed. multiprocessing then knows no exit code of its children."""
     pid = cast(Any, forkserver)._forkserver._forkserver_pid
     return pid is None or stat_of(pid)[:1] in ([], ["Z"])

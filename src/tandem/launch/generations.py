@@ -37,7 +37,7 @@ from tandem.errors import (
 from tandem.launch import generation_sync as sync
 from tandem.launch.membership import Departures, Membership
 from tandem.launch.node_context import NodeContext, RestartBudget
-from tandem.launch.recovery import Recovery, Repeats
+from tandem.launch.recovery import Recovery, RepeatedFailures
 from tandem.launch.rendezvous import (
     JobEndedError,
     StopRequestedError,
@@ -103,7 +103,7 @@ class NodeAgent(SimpleElasticAgent):
         self._next_word = 0.0
         self._recovery = Recovery(node, store)
         self._departures = Departures(node.placement, store)
-        self._repeats = Repeats(node, store)
+        self._repeats = RepeatedFailures(node, store)
         name = places.address(node.placement)
         self._handler = handler = handler_of(
             node.placement, store, node.config, self._before_poll, name, places.is_gone

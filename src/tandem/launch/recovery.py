@@ -185,7 +185,7 @@ Words = tuple[Cause, str]
 """How a rank ended, and where it was then."""
 
 
-class Repeats:
+class RepeatedFailures:
     """Compare the end of each generation that is followed by another with the end before it."""
 
     def __init__(self, node: NodeContext, store: TCPStore) -> None:

@@ -47,7 +47,7 @@ class ScriptRank:
 
     def __init__(self, argv: Sequence[str]) -> None:
         """Find the settings and the position. Raises TandemError."""
-        self._ending: Ending | None = None
+        self._exit: ScriptExit | None = None
         self._launched = positions.launched
         loaded = resolve(Parser("train", "", "").read(argv).given, os.environ)
         self.chosen = loaded.chosen
@@ -76,19 +76,19 @@ class ScriptRank:
         self.settings = adjust_for_job(run, run.recorded(named), placement)
         lone = LoneRank(run, self.settings, placement)
         self.start = lone.start
-        self._ending = Ending(lone)
+        self._exit = ScriptExit(lone)
 
     def end_with(self, close: Callable[[int], int]) -> None:
         """Register `close(code)`, which is called when the script is over and returns the exit code."""
         if self._launched is not None:
             self._launched.close = close
-        elif self._ending is not None:
-            self._ending.close = close
+        elif self._exit is not None:
+            self._exit.close = close
 
     def watch_stop_flag(self, stop: StopFlag) -> None:
         """Report stops of `stop` and exit at a second Ctrl-C, unless an agent does that."""
-        if self._ending is not None:
-            self._ending.watch_stop_flag(stop)
+        if self._exit is not None:
+            self._exit.watch_stop_flag(stop)
 
     @property
     def is_launched(self) -> bool:
@@ -111,7 +111,7 @@ def only_rank_0_reports(placement: Placement, wait_seconds: float = BLAME_SECOND
         raise SystemExit(error.exit_code) from None
 
 
-class Ending:
+class ScriptExit:
     """Control what happens between a script's last line and the end of its process.
 
     `close(code)` is called when the script is over and returns the exit code. An error of tandem prints one

@@ -33,7 +33,7 @@ from tandem.launch.fork_server import (
     UNKNOWN,
     end_fork_server,
     fork_server_pid,
-    has_gone,
+    has_exited,
     start,
     start_fork_server,
 )
@@ -87,7 +87,7 @@ def simulate(
         has_new_logs = run.make_logs()
         set_for_ranks(placement.is_one_host, work.has_own_store)
         try:
-            with stop.ending():
+            with stop.exit_on_signal():
                 imported = start_fork_server([AGENT, *work.preload], folder, keeps=False)
                 with log_if_slow("importing modules for nodes and ranks"):
                     imported()
@@ -216,7 +216,7 @@ class SimulatedNode:
 
     def is_cut_off(self) -> bool:
         """Return whether no process can report its exit code any more; it has received SIGTERM then."""
-        return self._process is not None and self._process.exitcode == UNKNOWN and has_gone()
+        return self._process is not None and self._process.exitcode == UNKNOWN and has_exited()
 
     def is_frozen(self) -> bool:
         return self._state() in ("T", "t")

@@ -26,7 +26,7 @@ from tandem.checkpoint.node_memory import NodeMemory
 from tandem.distributed.child_processes import killed_child
 from tandem.distributed.position import Position, RankStart
 from tandem.errors import FINISHED, GPU_FAILED, KILLED, PEER_LOST, STOPPED, shell_code
-from tandem.launch.fork_server import UNKNOWN, fork_server_pid, has_gone, start
+from tandem.launch.fork_server import UNKNOWN, fork_server_pid, has_exited, start
 from tandem.log import log_if_slow
 from tandem.process import (
     Process,
@@ -168,7 +168,7 @@ def _code_of(exitcode: int | None) -> int | None:
     """
     if exitcode is None:
         return None
-    return KILLED if exitcode == UNKNOWN and has_gone() else shell_code(exitcode)
+    return KILLED if exitcode == UNKNOWN and has_exited() else shell_code(exitcode)
 
 
 @dataclass

@@ -119,7 +119,7 @@ def _decode(message: bytes, at: int) -> tuple[str, int]:
     return ".".join(labels), after or at + 1
 
 
-def stay_down_code(run_dir: Path, container: str, now: float | None = None) -> int | None:
+def permanent_exit_code(run_dir: Path, container: str, now: float | None = None) -> int | None:
     """Return the code to exit with at once if this container has just ended for good; None to continue."""
     for folder, name in _notes(run_dir, container):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):

@@ -8,13 +8,13 @@ import pickle
 import sys
 from pathlib import Path
 
-from tandem.process import name_process, take_back_safe_path
+from tandem.process import name_process, undo_safe_path
 from tandem.script.lifeline import watch_agent_pipe
 from tandem.script.rank import run_program
 from tandem.signals import ignore_unhandled_scheduler_signals
 
 if __name__ == "__main__":
-    take_back_safe_path(os.environ)
+    undo_safe_path(os.environ)
     job, start, lifeline = pickle.loads(Path(sys.argv[1]).read_bytes())
     ignore_unhandled_scheduler_signals()
     if lifeline is not None:

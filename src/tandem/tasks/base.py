@@ -123,7 +123,7 @@ def _hint(field: str, known: list[str]) -> str:
 
 NEAR = 0.9
 """How similar a method's name must be to an optional one to count as a typo, such as "build_schedule"."""
-MEANT = {
+NAMES_ELSEWHERE = {
     "collate_fn": "collate",
     "configure_optimizers": "build_optimizer",
     "build_lr_scheduler": "build_scheduler",
@@ -376,7 +376,7 @@ def _check_similar_names(found: type[Any]) -> type[Any]:
     for name, _ in inspect.getmembers(found, inspect.isroutine):
         if name[0] == "_" or hasattr(WholeTask, name) or name in REQUIRED_METHODS:
             continue
-        near = MEANT.get(name) or nearest(name, optional, NEAR)
+        near = NAMES_ELSEWHERE.get(name) or nearest(name, optional, NEAR)
         if near in optional:
             raise ConfigError(
                 f"{found.__name__}.{name} would never be called{did_you_mean(near)} "

@@ -181,7 +181,7 @@ def tensors_in(state: object) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class Fit:
+class WeightMatch:
     """Which of a file's tensors go where in a model, by the model's names, and what does not fit."""
 
     loaded: Mapping[str, Tensor]
@@ -206,7 +206,7 @@ class Fit:
             yield f"  {kind:<11} {len(names):>6,}  {shown}{more}".rstrip()
 
 
-def fit(theirs: Mapping[str, Tensor], model: nn.Module) -> Fit:
+def match_weights(theirs: Mapping[str, Tensor], model: nn.Module) -> WeightMatch:
     """Match a file's tensors with a model's: by shape and name, exactly or without PREFIXES on both sides."""
     model_state = model.state_dict()
     by_core: dict[str, list[str]] = {}
@@ -232,7 +232,7 @@ def fit(theirs: Mapping[str, Tensor], model: nn.Module) -> Fit:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), (parameter.numel(), []))[1].append(name)
     elements = sum(count for count, own in names.values() if any(name in loaded for name in own))
-    return Fit(
+    return WeightMatch(
         loaded=loaded,
         missing=tuple(name for name in model_state if name not in loaded and name not in wrong),
         unexpected=tuple(name for name in theirs if name not in matches),
@@ -251,7 +251,7 @@ class Initial:
 
     def load(self, strategy: Strategy, model: nn.Module) -> None:
         """Load what fits, and log what did not. Raises ConfigError if too little fits."""
-        found = fit(self.tensors, model)
+        found = match_weights(self.tensors, model)
         (loaded, whole), share = found.elements, found.share
         summary = f"{_percent(share)} of the model's parameters ({loaded:,} of {whole:,})"
         for line in (f"starting from {self.source}: {summary}", *found.table()):

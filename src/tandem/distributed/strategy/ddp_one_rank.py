@@ -27,7 +27,7 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMES]) + more
 
 
-class LoneStrategy(single.SingleStrategy):
+class OneRankDDPStrategy(single.SingleStrategy):
     """Every parameter that is trained must get a gradient in every step, unless --find-unused is set."""
 
     checks_gradients = True
