@@ -42,7 +42,7 @@ from table import Row, finish  # noqa: E402
 TASKS = ROOT / "benchmarks" / "gpu_tasks.py"
 QUIET = ("--metrics", 0, "--metrics-linger", 0, "--progress", "off", "--eval-every", "never")
 EXPECTED_WAITS = {"distributed/consensus.py:drain", "data/fetch.py:fetch"}
-"""Reads that do not wait: the previous step's numbers are already on the host, and the index is on the CPU."""
+"""Reads that wait for nothing: the previous step's numbers are on the host, and the index is on the CPU."""
 HOST_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy")
 
 
@@ -293,9 +293,8 @@ def synchronizations(check: Check) -> list[Row]:
         notes = check.folder / "notes"
         os.environ["PLAYED_GPU_NOTES"] = str(notes)
         check.run("synchronizations", *words)
-        waits = Counter(
-            {place: n for place, n in played_gpu.noted(notes).counts["wait"].items() if place not in EXPECTED_WAITS}
-        )
+        found = played_gpu.noted(notes).counts["wait"]
+        waits = Counter({place: n for place, n in found.items() if place not in EXPECTED_WAITS})
         each = sum(count for count in waits.values() if count >= 3 * steps) / (3 * steps)
         worst = ", ".join(place for place, count in waits.most_common(3) if count >= 3 * steps)
     else:
