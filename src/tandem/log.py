@@ -121,9 +121,9 @@ class ClosableStream:
 
 
 def survive_closed_terminal() -> None:
-    """Let this process and its forks keep printing after their terminal or pipe was closed.
+    """Let this process and its forks survive writes to a terminal or pipe that was closed.
 
-    That happens with `| head`, a pager that was left, or a closed terminal.
+    Examples are `| head`, a pager that the user left, and a closed terminal window.
     """
     for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
         if not isinstance(stream, ClosableStream):
@@ -302,7 +302,7 @@ class JsonFormatter(logging.Formatter):
 
 @contextmanager
 def reporting(what: str) -> Iterator[None]:
-    """Log an error in this block as a warning: the block only reports on a run whose outcome is decided."""
+    """Log an error in this block as a warning, because the block only reports on a run that has ended."""
     try:
         yield
     except Exception as error:

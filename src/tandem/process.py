@@ -123,7 +123,7 @@ def end_below(pid: int, limit_seconds: float) -> list[Process]:
 
 
 def stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name (state, parent, ...); [] if the process is gone."""
+    """Return the fields of /proc/PID/stat after the name (state, parent, ...); [] if there is no process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

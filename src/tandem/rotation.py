@@ -147,10 +147,10 @@ def tail(path: Path, count: int) -> tuple[bytes, bool]:
 
 
 class Output:
-    """Descriptors of this process that append to `path` and move on to a new file when it is full.
+    """Descriptors of this process that append to `path`, and that switch to a new file when it is full.
 
-    Native code and threads that write meanwhile lose nothing. Processes started before keep writing to the
-    older file, and lose it with the next rotation.
+    No output of native code or other threads is lost during the switch. Processes that were started earlier
+    keep writing to the older file, until the next rotation deletes it.
     """
 
     def __init__(self, path: Path, *descriptors: int) -> None:

@@ -185,7 +185,7 @@ def deferred_signals() -> Iterator[None]:
 
 
 def stop_together(with_this_process: Callable[[int], None]) -> None:
-    """Make Ctrl-Z stop other process groups, too: `with_this_process(number)` sends them a signal."""
+    """Make Ctrl-Z also stop other process groups: `with_this_process(number)` sends them a signal."""
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         # Unlike SIGTSTP, it can be neither handled nor ignored.
@@ -224,7 +224,7 @@ def left_at_stop_signals(code: int) -> Iterator[None]:
 
 @contextmanager
 def ended_by_stop_signals() -> Iterator[None]:
-    """Make stop signals end this process at once in this block, which waits in C where no handler runs."""
+    """Make stop signals end this process at once in this block, which waits in C where no handlers run."""
     handlers = {number: signal.signal(number, signal.SIG_DFL) for number in STOP_SIGNALS}
     try:
         yield
@@ -242,7 +242,7 @@ def unblock_stop_signals() -> None:
 
 
 def default_signals(ignore_unhandled: bool = False) -> None:
-    """Restore Python's own handlers in a fork of the fork server, and receive the signals sent meanwhile.
+    """Restore Python's own handlers in a fork of the fork server, and receive the pending signals.
 
     `ignore_unhandled`: see `ignore_unhandled_scheduler_signals`.
     """

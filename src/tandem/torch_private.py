@@ -365,9 +365,9 @@ def is_profiling() -> bool:
 
 
 def quiet_profiler() -> None:
-    """Keep the profiler from printing its own log lines, which it reads its level for at its first use.
+    """Silence the profiler's own log. Call this before its first use, when it reads its log level.
 
-    Without a GPU, a CUDA build prints an error that means nothing for a profile of the CPU.
+    Without a GPU, a CUDA build of torch logs an error that does not matter for a CPU profile.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 

@@ -34,7 +34,7 @@ def list_checkpoints(
     """Return the rows, newest first. Changes nothing.
 
     `now` is in Unix seconds; `rule` defaults to `rule_of`. Raises CheckpointError for a volume that cannot be
-    read. Checkpoints that are pruned meanwhile are left out.
+    read. Checkpoints that are pruned while this runs are left out.
     """
     now = time.time() if now is None else now
     why, sizes = store.why_kept(rule or rule_of(store)), store.sizes()

@@ -1,8 +1,8 @@
 """Saves of a sharded state: each rank writes its own file, and rank 0 publishes them together.
 
-The writer threads of the ranks tell each other through a store, because collectives belong to the training
-thread. Rank 0 says where to write, the others what they have written, and rank 0 how it ended. If any rank
-is killed, the checkpoint is published with all files, or does not exist.
+The writer threads of the ranks coordinate through a store, because only the training thread may run
+collectives. Rank 0 announces where to write, the other ranks report their files, and rank 0 announces the
+outcome. If a rank is killed, the checkpoint either has all files or does not exist.
 """
 
 import threading
@@ -24,7 +24,7 @@ PARTS = "tandem_parts"
 
 
 class ShardNotices(Protocol):
-    """What the writer threads of the ranks tell each other, by key."""
+    """A small key-value store through which the writer threads of the ranks coordinate a save."""
 
     def set(self, key: str, value: object) -> None:
         """Set a JSON value, once per key."""

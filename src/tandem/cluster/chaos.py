@@ -180,7 +180,7 @@ def check_chaos(options: argparse.Namespace) -> None:
 
 
 def chaos(options: argparse.Namespace) -> int:
-    """Inject one fault, or all. Raises ClusterError; OutcomeError (1) when the outcome did not come."""
+    """Inject one fault, or all. Raises ClusterError, and OutcomeError (1) if an outcome does not occur."""
     index = checked_node(options.node or "1")
     if options.fault == "all":
         return table(OWN_PROJECT, options.image or DEFAULT_IMAGE, index)

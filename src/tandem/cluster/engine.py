@@ -152,7 +152,7 @@ def check_engine() -> None:
 
 
 def check_compose() -> None:
-    """Compose is new enough. Raises ClusterError."""
+    """Raise ClusterError if Docker Compose is missing or too old."""
     found = docker("compose", "version", "--short", check=False, seconds=20).strip()
     numbers = re.match(r"v?(\d+)\.(\d+)", found)
     if numbers is None or (int(numbers[1]), int(numbers[2])) < OLDEST_COMPOSE:

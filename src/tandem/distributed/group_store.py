@@ -1,7 +1,7 @@
-"""How ranks meet before their group is open: the store, and what must be equal on all ranks by then.
+"""Connect ranks before their process group is open: the store, and the settings it needs to be equal.
 
-Once the group is open, it compares the settings (`ProcessGroup.check_same_settings`). But a rank that opens
-NCCL and one that opens gloo would wait for each other until a time limit ends it.
+Once the group is open, it compares all settings (`ProcessGroup.check_same_settings`). The backend must be
+compared earlier: a rank that opens NCCL and one that opens gloo would wait for each other until a timeout.
 """
 
 import contextlib
@@ -282,7 +282,7 @@ def states(position: Position, connection: Connection) -> list[tuple[str, str]]:
 
 
 def timeout_message(position: Position, kind: str, seconds: float, others: list[tuple[str, str]]) -> str:
-    """Return the message: who waits, for whom, and where to look."""
+    """Return the message for a timeout: which rank waits, for which ranks, and where to look."""
     message = f"{LIBRARIES[kind]} has not connected the {position.world_size} ranks within {seconds:g} s"
     here = f"{_name(position)} waits"
     # Ranks that have not begun come first, because the others may be waiting for them.

@@ -1,4 +1,4 @@
-"""What the writer threads of the ranks tell each other through the store of their process group."""
+"""Let the writer threads of the ranks exchange values through the store of their process group."""
 
 import json
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-"""Run this node's agent: host or join the store, run generations until the job is over, return the exit code.
+"""Run this node's agent: host or join the store, run generations until the job ends, return the exit code.
 
-docs/architecture.md#who-decides-restarts has the rules that this module and `generations.py` implement.
+For the rules that this module and `generations.py` implement, see docs/architecture.md#who-decides-restarts.
 """
 
 import logging

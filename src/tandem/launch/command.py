@@ -175,9 +175,9 @@ def _begin(
 
 
 def where(run: RunDir, saves: bool) -> str:
-    """Return the lines that tell a person where the run's files are.
+    """Return the lines that say where the run's files are.
 
-    A script stores its checkpoints where it likes (not `saves`), so none are listed for it.
+    `saves` is False for a script, which saves its checkpoints anywhere, so they are not listed.
     """
     run_dir = shown(run.where)
     logs = run_dir if run.is_here else run.folder

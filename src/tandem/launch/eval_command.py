@@ -106,11 +106,11 @@ def format_scores(
 def settings_of(
     directory: PurePath, info: Mapping[str, Any], given: Mapping[str, Given], environ: Mapping[str, str]
 ) -> tuple[Settings, str]:
-    """Return the settings that a checkpoint in `directory` was trained with, changed by what is given now.
+    """Return the settings of the checkpoint in `directory`, overridden by those given now.
 
-    The launch settings are not taken over. Also returns a line to print before the task is imported, if the
-    checkpoint names the task. Raises ConfigError, also for a task file in the run directory itself that the
-    user has not typed: anyone who can write there could run code.
+    Launch settings are not taken from the checkpoint. Also returns a line to print before the task is
+    imported, if the checkpoint names the task. Raises ConfigError, also if the checkpoint names a task file
+    inside the run directory: anyone who can write there could run code.
     """
     ran = Settings.from_dict(info.get("settings", {}), tolerant=True)
     default = Settings()

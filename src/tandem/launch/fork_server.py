@@ -170,7 +170,7 @@ def _serve(listener: int, alive: int, imports: int, preload: Sequence[str], secr
 
 @contextlib.contextmanager
 def _no_current_folder() -> Iterator[None]:
-    """Keep interpreters that are started meanwhile from importing modules of the current directory."""
+    """Keep interpreters that are started in this block from importing modules of the current directory."""
     environ = dict(os.environ)
     os.environ.update(safe_path(environ))
     try:

@@ -77,7 +77,7 @@ class LoneStop:
             log.info(text, self._stop.name, shown(self._run.where), self._expected_duration(), again)
 
     def _expected_duration(self) -> str:
-        """Return what is known in advance about the duration of the save."""
+        """Return how long the save may take, as far as that is known in advance."""
         took = [event.get("seconds") for event in self._run.events() if event.get("kind") == "checkpoint"]
         message = (
             f"the last save took {format_duration(float(took[-1]))}" if took and took[-1] is not None else ""

@@ -1,7 +1,7 @@
-"""Decide which node has which place of the world, for `--spares`. Pure: no store, no clock, no thread.
+"""Decide which node gets which place in the job, for `--spares`. Pure: no store, no clock, no thread.
 
-A job with spares has more nodes than its world has places. Nodes are numbered from 0 as they were started;
-places are the node ranks of the world, also from 0. Node 0 hosts the store and decides, so it keeps place 0.
+A place is a node rank of the job. A job with spares has more nodes than places; both are numbered from 0,
+nodes by the rank they were started with. Node 0 hosts the store and decides, so it always has place 0.
 """
 
 import json
@@ -13,16 +13,16 @@ from tandem.telemetry.messages import checked
 
 NO_PLACE = -1
 MOST_FAILURES = 3
-"""A node with as many failures is left out while another node can take its place."""
+"""A node with this many failures is left out while another node can take its place."""
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What a node writes about itself, several times a second.
+    """A node's report to node 0, several times a second.
 
-    `beat` changes with each report. `token` identifies one start of the node's agent. `place` is the one that
-    it has, or had before node 0 was restarted (NO_PLACE: none), and `has_run` says whether it has started
-    ranks there. `waits`: it asks for a place.
+    `beat` changes with each report. `token` identifies one start of the node's agent. `place` is the node's
+    place, or the one it had before node 0 was restarted (NO_PLACE: none). `has_run`: the node has started
+    ranks in that place. `waits`: the node asks for a place.
     """
 
     beat: int
@@ -40,7 +40,7 @@ class Holder(NamedTuple):
 
 
 class Change(NamedTuple):
-    """`node` gets `place`. `before` had it until now (None: no node), and lost it because it `why`."""
+    """`node` gets `place` from the node `before` (None: no node). `why` completes "node BEFORE ..."."""
 
     place: int
     node: int
@@ -55,11 +55,11 @@ class _NodeState(NamedTuple):
 
 
 class PlaceTable:
-    """The places of a job of `nodes` nodes and `spares` spares, as node 0 assigns them.
+    """Node 0's table of the places of a job of `nodes` nodes and `spares` spares.
 
-    All times are seconds of one clock. `silence`: a node that has not reported for so long is lost if the
-    others wait for it. `long_silence`: it is lost even if its ranks still seem to run. `patience`: how long
-    the first start waits for the nodes with the numbers of the places before a spare takes one.
+    All times are seconds of one clock. A node that has not reported for `silence` is lost if the others wait
+    for it; after `long_silence` it is lost even if its ranks still seem to run. `patience`: how long node 0
+    waits, at the first start, for the node whose number is that of a place before a spare gets the place.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class PlaceTable:
         return self._heard_waiting(now - self._limits[1])
 
     def _candidates(self, now: float) -> list[int]:
-        """Return the same, without those that may be lost themselves."""
+        """Return the nodes of `waiting`, without those that may be lost themselves."""
         return self._heard_waiting(now - self._limits[0])
 
     def _heard_waiting(self, since: float) -> list[int]:
@@ -108,7 +108,7 @@ class PlaceTable:
         )
 
     def decide(self, now: float, is_interrupted: bool, is_training: bool) -> list[Change]:
-        """Assign places that have no node, or a lost one; return what has changed.
+        """Assign the places of missing or lost nodes; return the changes.
 
         `is_interrupted`: a generation has ended and the next one waits for its nodes. `is_training`: the
         ranks of node 0 have just finished a step, so the ranks of all nodes live.
@@ -126,7 +126,7 @@ class PlaceTable:
         return changes
 
     def _fill(self, place: int, now: float) -> Change | None:
-        """Give a place to the node that had it, or has its number; to a spare if that does not come."""
+        """Give a place to the node that had it or has its number; if that node does not join, to a spare."""
         waiting = self._candidates(now)
         if (node := self._with_claim(place, waiting)) is not None:
             return Change(place, node, None, "")
@@ -170,7 +170,7 @@ class PlaceTable:
 
 
 def to_text(holders: Mapping[int, Holder]) -> str:
-    """Return who has which place, as text for the store."""
+    """Serialize the holder of each place for the store."""
     return json.dumps({str(place): list(holder) for place, holder in holders.items()})
 
 

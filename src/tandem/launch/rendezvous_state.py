@@ -159,12 +159,12 @@ class PollIntervals(NamedTuple):
 
 
 def poll_intervals(nodes: int) -> PollIntervals:
-    """Return how often `nodes` nodes poll and write the state that they share.
+    """Return how often a job of `nodes` nodes polls and writes the shared rendezvous state.
 
-    Every heartbeat is written into the state and read by all, so the total cost grows with the square of the
-    number of nodes. Longer intervals keep it constant, up to torch's own intervals. A write counts only if no
-    other node wrote in between. Many nodes that start at once would keep invalidating each other's writes, so
-    each waits for a random time.
+    Every heartbeat is written into the state and read by all nodes, so the total cost grows with the square
+    of the number of nodes. Longer intervals keep it constant, up to torch's own intervals. A write succeeds
+    only if no other node has written since the read. Many nodes that start at once would keep invalidating
+    each other's writes, so each waits for a random time.
     """
     if nodes <= FEW_NODES:
         return PollIntervals(RENDEZVOUS_POLL_SECONDS, KEEP_ALIVE_SECONDS, 0.0)
@@ -176,7 +176,7 @@ def poll_intervals(nodes: int) -> PollIntervals:
 
 
 def describe_joined_nodes(handler: DynamicRendezvousHandler, placement: Placement) -> str:
-    """Return how many nodes have joined and, for a fixed number, which are missing.
+    """Return how many nodes have joined and, if their number is fixed, which are missing.
 
     This node counts as joined.
     """

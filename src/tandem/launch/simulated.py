@@ -148,10 +148,7 @@ def _supervise(nodes: Sequence["SimulatedNode"], config: LaunchConfig, stop: Sto
 
 
 def _wait(nodes: Sequence["SimulatedNode"]) -> None:
-    """Wait until killed nodes have ended.
-
-    This launch then removes what they leave in the temporary directory.
-    """
+    """Wait until killed nodes have ended, so that this launch can remove their temporary files."""
     deadline = time.monotonic() + LEAVE_SECONDS
     while any(node.code() is None for node in nodes) and time.monotonic() < deadline:
         time.sleep(SUPERVISE_SECONDS)

@@ -60,11 +60,11 @@ SPARES_LEFT_KEY = "tandem/spares/left"
 
 
 class PlaceLostError(Exception):
-    """Another node has this node's place; this one becomes a spare."""
+    """This node's place was given to another node; this node becomes a spare."""
 
 
 class Places:
-    """A job without spares: each node keeps the place that it was started for."""
+    """Places in a job without spares: each node keeps the one that it was started with."""
 
     is_joining = False
     """Whether this node's agent waits in the rendezvous for the others."""
@@ -103,9 +103,9 @@ class Places:
 
 
 class OwnPlace(Places):
-    """The place of a node other than 0, in a job with spares; one object for all its connections.
+    """The place of a node other than node 0, in a job with spares; one object for the whole launch.
 
-    A thread reports to node 0 that this agent lives.
+    A thread reports to node 0 that this agent is alive.
     """
 
     def __init__(self, node: NodeContext, on_place: Callable[[int], None]) -> None:
@@ -126,7 +126,7 @@ class OwnPlace(Places):
         self._has_run = True
 
     def take(self, node: NodeContext, store: TCPStore, watchdog: Watchdog) -> NodeContext:
-        """Wait for a place.
+        """Wait until node 0 gives this node a place.
 
         Raises JobEndedError, StopRequestedError, StoreLostError.
         """
@@ -217,7 +217,7 @@ class OwnPlace(Places):
 
 
 def _raise_if_over(node: NodeContext, store: TCPStore) -> None:
-    """Raise what ends a waiting node: the job's result, or a stop.
+    """Raise the error that ends a waiting node: the job has a result, or a stop was requested.
 
     Raises JobEndedError, StopRequestedError, StoreLostError.
     """
@@ -243,7 +243,7 @@ def _raise_if_over(node: NodeContext, store: TCPStore) -> None:
 
 
 class AllPlaces(Places):
-    """Assign the places, on node 0, in a thread; one object for the whole launch."""
+    """Assign all places, in a thread on node 0; one object for the whole launch."""
 
     def __init__(self, node: NodeContext) -> None:
         self._view = node.view
@@ -295,7 +295,7 @@ class AllPlaces(Places):
                 self._closing.wait(STORE_RETRY_SECONDS)
 
     def _assign(self, store: TCPStore) -> None:
-        """Read what the nodes report, decide, and write the result for them."""
+        """Read the nodes' reports, decide, and publish the result."""
         table = self._table
         keys = {name(node): node for node in table.others for name in (_report_key, _failures)}
         found = read_all(store, list(keys), self._known)
@@ -328,9 +328,9 @@ class AllPlaces(Places):
 
 
 def places_of(node: NodeContext, on_place: Callable[[int], None]) -> Places:
-    """Return what assigns places on node 0, or asks for one on another node; without spares, neither.
+    """Return the object that assigns places (node 0), or waits for one (other nodes).
 
-    `on_place` is called with each place that this node gets.
+    Without spares, it does neither. `on_place` is called with each place that this node gets.
     """
     if node.placement.spares == 0:
         return Places()

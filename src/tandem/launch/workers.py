@@ -120,9 +120,9 @@ def _worker_main(
     lifeline: Connection,
     expected: RankStart | None,
 ) -> None:
-    """Enter a worker process: warm up, wait for a position, then be that rank.
+    """Run a worker process: warm up, wait for a position, then run as that rank.
 
-    `expected` is what it will most likely get, if known.
+    `expected`: the start that it will most likely receive, if known.
     """
     os.setsid()  # the session identifies what it starts
     signal.signal(signal.SIGCONT, signal.SIG_DFL)  # replaces the fork server's own handler (descendants.py)
@@ -346,9 +346,9 @@ class Workers:
         return all(code is not None for code in self.codes().values())
 
     def kill(self) -> dict[int, int]:
-        """Kill what still runs, with everything that it has started, and return the exit codes of all ranks.
+        """Kill the running ranks and their descendants; return the exit codes of all ranks.
 
-        The ranks' peers are gone, so there is nothing to save.
+        There is nothing left to save, because the ranks have lost their peers.
         """
         # Before the SIGKILLs below, which would hide how the ranks ended.
         ended = [rank.code for rank in self._ranks.values()]
@@ -372,9 +372,9 @@ class Workers:
         return codes
 
     def left(self) -> list[Process]:
-        """Return what is left of ranks and of everything that they have started.
+        """Return the remaining processes of the ranks and of everything that they started.
 
-        After `kill`, only what cannot be ended.
+        After `kill`, these are the processes that cannot be ended.
         """
         alive = living()
         ours = os.getpid()

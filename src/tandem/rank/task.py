@@ -1,4 +1,4 @@
-"""The function that every rank of a task runs: build what is trained, train it, and return the exit code."""
+"""The function that every rank of a task runs: build the model and data, train, and return the exit code."""
 
 import logging
 import time
@@ -176,7 +176,7 @@ def warm_up(job: TaskJob, expected: RankStart | None = None) -> None:
 
 
 def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
-    """Build what is trained, load its state, train it, and set the session's exit code."""
+    """Build the model and data, load the state, train, and set the session's exit code."""
     world = session.world
     clock = session.clock
     settings = session.settings

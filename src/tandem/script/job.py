@@ -1,4 +1,4 @@
-"""Describe a user's program, and what its ranks need to know. Standard library only."""
+"""Define a user's program, and the settings that its ranks need. Standard library only."""
 
 import os
 from collections.abc import Mapping

@@ -76,7 +76,7 @@ def run_rank(job: Job, start: RankStart) -> NoReturn:
 
 
 def warm_up(job: Job, expected: RankStart | None) -> None:
-    """Prepare a standby process: import what the script has imported, as the rank that it will be."""
+    """Prepare a standby process: import the modules that the script imported, as the rank that it will be."""
     # An exec would lose the imports.
     if job.fresh_interpreter or job.program.kind == "command" or expected is None:
         return

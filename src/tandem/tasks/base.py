@@ -92,7 +92,7 @@ def _hints(task_class: type[Any], name: str) -> dict[str, Any]:
 def _convert(kind: Any, text: str) -> Any:
     """Convert `text` to `kind`, or to the first type of a union that accepts it. Raises ValueError.
 
-    The error's text says what is valid.
+    The error's text says which values are valid.
     """
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     if NoneType in kinds and text.lower() in ("", "none"):
@@ -146,7 +146,7 @@ class Task(Protocol):
 
 
 class WholeTask:
-    """A task with all methods: its own, and the defaults here for those that it lacks.
+    """A task with all methods: its own, and the defaults of this class for those that it does not define.
 
     `own`: names of the methods that the task defines. `moment`: the `step` and `epoch` for a `loss` or a
     `collate` that takes them; the training loop updates it.

@@ -168,7 +168,7 @@ class Clock:
         self.entered += 1
 
     def _compiles(self) -> None:
-        """Mark a compilation as a separate phase: a new shape compiles for as long as the first step took."""
+        """Mark a compilation as a separate phase: it may take as long as the one in the first step."""
         self._compilations.append(self.current)
         self._enter("compile")
 

@@ -59,7 +59,7 @@ class Locator(Protocol):
         ...
 
     def locate(self, now: float, thread: ThreadActivity) -> Location:
-        """Return the location at `now`; `thread` knows what the training thread does."""
+        """Return the location at `now`; `thread` observes the training thread."""
         ...
 
     def beat(self, sent: Heartbeat) -> None:

@@ -117,7 +117,7 @@ class Registry:
                 self._try(self._take_of_node, node, sample)
 
     def forget_node(self, node: int) -> None:
-        """Drop the gauges of a node that is gone; its counters stay."""
+        """Drop the gauges of a node that has left; its counters stay."""
         with self._lock:
             for name, family in self._families.items():
                 metric = self._metrics[name]

@@ -281,11 +281,11 @@ class Schedule:
         return f"lr from the task's own {own}"
 
     def used(self) -> dict[str, object]:
-        """Return what takes the steps, for the run's summary.
+        """Return facts about the optimizer and the scheduler for the run's summary.
 
-        That is the optimizer's class, the learning rate of its first group before any schedule (from
-        settings: their peak), and the class of the task's own scheduler. Without one, it is the setting, or
-        None if the task has its own optimizer.
+        These are the optimizer's class, the learning rate of its first group before any schedule (from
+        settings: their peak), and the scheduler: the class of the task's own, else the setting, or None if
+        the task has its own optimizer.
         """
         group = self._optimizer.param_groups[0]
         lr = self._rates.peak if self.is_by_settings else float(group.get("initial_lr", group["lr"]))

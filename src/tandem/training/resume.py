@@ -93,9 +93,9 @@ def begin(
     """Find the newest state, or the weights to start from, and load it on all ranks.
 
     `homes`: the model's state_dict, into which tensors of a large state may be read directly. `own`: the
-    names of what each rank keeps for itself. `redistribute` computes these for another number of ranks.
+    names of the values that differ between ranks; `redistribute` converts these to another number of ranks.
     `shards`: each rank has its shard of the state.
-    Raises ConfigError on all ranks if the checkpoint has other names, or comes from another number of ranks.
+    Raises ConfigError on all ranks if the checkpoint has other names or another number of ranks.
     """
     found = _Found(0)
     decision = grant.resume
@@ -318,7 +318,7 @@ class _Found(NamedTuple):
     info: Mapping[str, Any] = {}
 
     def shared_info(self) -> dict[str, Any]:
-        """Return what all ranks need from its manifest."""
+        """Return the parts of the manifest that all ranks need."""
         shared = {name: self.info[name] for name in SHARED_INFO if name in self.info}
         if "data" not in shared and "train_samples" in self.info:  # from an older version
             shared["data"] = {"samples": self.info["train_samples"]}

@@ -191,7 +191,7 @@ class Stepper:
         """
 
     def freeze(self, epoch: int) -> bool:
-        """Let the task choose what is trained in this epoch; return whether that has changed."""
+        """Let the task freeze parameters for this epoch; return whether the trained ones have changed."""
         before = [p.requires_grad for p in self._parameters]
         self._task.freeze(self._model, epoch)
         changed = before != [p.requires_grad for p in self._parameters]
@@ -211,17 +211,18 @@ class Stepper:
         return self.replay
 
     def take_dry_step(self, micro_batches: Sequence[Any], step: int, known: Costs) -> Costs:
-        """Wrap the model, and take one step that changes nothing before the first real one; return its costs.
+        """Wrap the model and take one step that changes nothing, before the first real one; return its costs.
 
-        Called again when other parameters are trained from here on.
+        This is repeated whenever the set of trained parameters changes.
 
-        DDP reduces its first step in initial buckets and later steps in rebuilt ones. Another layout sums in
-        another order, so without this a resumed run would differ in its first step (observed with 3 or more
-        ranks). Gradients are discarded and buffers are restored; each step sets the random state itself.
+        DDP reduces the gradients of its first step in initial buckets, and later ones in rebuilt buckets.
+        Other buckets sum in another order, so without this step a resumed run would differ in its first step
+        (observed with 3 or more ranks). The gradients are discarded and the buffers restored; each step sets
+        the random state itself.
 
         FLOPs that are `known` from the state are not counted again on any rank, because counting may run
-        collectives. The device's peak is not measured again if the agent already knows it for as many
-        devices.
+        collectives. The device's peak is not measured again if the agent already knows it for the same
+        number of devices.
         """
         self._task.moment.step = step
         with buffers_kept(self._model):  # DDP must see the buffers from before the first forward pass

@@ -103,7 +103,7 @@ class Saved(NamedTuple):
 
     @property
     def run_name(self) -> str:
-        """The name of the run's directory, or of the directory that it is in without a run."""
+        """The name of the run's directory, or of the parent directory if the checkpoint is not in a run."""
         return (self.directory.parent if self.directory.name == layout.CHECKPOINTS else self.directory).name
 
 
@@ -164,7 +164,7 @@ def _torchvision_file(name: str, download: bool) -> Path:
 
 
 def tensors_in(state: object) -> dict[str, Tensor]:
-    """Return the tensors by name in what was saved, which may be nested as {"state_dict": ...} or similar.
+    """Return the tensors of a saved state by name; it may be nested, such as {"state_dict": ...}.
 
     Raises CheckpointError if there are none.
     """
@@ -182,7 +182,7 @@ def tensors_in(state: object) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class WeightMatch:
-    """Which of a file's tensors go where in a model, by the model's names, and what does not fit."""
+    """The tensors of a file that match a model's, by the model's names, and those that do not match."""
 
     loaded: Mapping[str, Tensor]
     missing: tuple[str, ...]

@@ -270,7 +270,7 @@ def kill_options(parser: "Parser") -> None:
 
 
 def evaluate(options: "Namespace", environ: Environment) -> int:
-    """Evaluate a checkpoint with as many ranks as there are."""
+    """Evaluate a checkpoint, with any number of ranks."""
     from tandem.launch.torch_variables import wait_passively
 
     # torch reads these variables when the next line imports it.

@@ -142,7 +142,7 @@ def verify_resume_options(parser: "Parser") -> None:
 
 
 def check(options: "Namespace", environ: Environment) -> int:
-    """Test a task: what it returns, and two short runs and a killed one, compared."""
+    """Test a task: its return values, and that two short runs and a killed one end with the same bits."""
     from tandem.config import Given, as_flags, resolve
     from tandem.signals import StopFlag
 

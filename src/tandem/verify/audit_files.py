@@ -149,7 +149,7 @@ class PickledObject:
         return isinstance(other, PickledObject) and vars(self) == vars(other)
 
     def contents(self) -> Any:
-        """Return what the pickle has of the object, as containers."""
+        """Return the object's content in the pickle, as containers."""
         state = self.state
         # A class with __slots__ has a state of two dicts.
         if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
@@ -236,7 +236,7 @@ def _safetensors(path: Path) -> Iterator[tuple[str, Leaf]]:
 
 
 def _dcp(folder: Path) -> dict[str, Leaf]:
-    """Read a DCP directory: its metadata says at which offset of which file each part of a tensor is."""
+    """Read a DCP directory, whose metadata has the file and offset of each part of a tensor."""
     metadata = _Restricted(io.BytesIO((folder / METADATA).read_bytes())).load().attributes()
     storage = {}
     for index, info in metadata["storage_data"].items():

@@ -149,7 +149,7 @@ class AuditProgress:
 
 @dataclass
 class AuditedRun:
-    """One run: started, perhaps killed and started again. Leaving the block kills what is left of it."""
+    """One run: started, perhaps killed and started again. Leaving the block kills its remaining processes."""
 
     audited: Audited
     number: int
@@ -177,7 +177,7 @@ class AuditedRun:
         return self.audited.folder / f"run-{self.number}"
 
     def outputs(self) -> list[Path]:
-        """Return the files with what each start has printed."""
+        """Return the files with the output of each start."""
         return [self.audited.folder / f"run-{self.number}-{start}.out" for start in range(self._starts)]
 
     def steps(self) -> list[Path]:

@@ -86,7 +86,7 @@ def _pyxis(environ: Environment, namespaces: Path) -> Iterator[ConnectivityProbl
 
 
 def _placed(name: str, version: str, file: str, environ: Environment) -> ConnectivityProblem:
-    """Pass inside a job or without Slurm; on a login node, say how to get into a job."""
+    """Pass inside a job or without Slurm; on a login node, say how to start a job."""
     if job := environ.get("SLURM_JOB_ID"):
         return ConnectivityProblem(name, "pass", f"{version}, in job {job}")
     if _program("srun", environ) is None:

@@ -74,7 +74,7 @@ def waits_inside(strategy: Strategy, model: nn.Module) -> bool:
 
 
 def preload(name: str) -> None:
-    """Import the strategy, and what it will need, in advance, in a process that may become a rank."""
+    """Import the strategy and its dependencies in advance, in a process that may become a rank."""
     _class(name).warm_up()
 
 

@@ -234,7 +234,7 @@ def _allocated(device: torch.device, tensor: Tensor) -> Tensor:
 
 
 def _reason(told: Sequence[Sequence[str]]) -> str:
-    """Return why the ranks build the whole model, from what each has found: [problem, digest]."""
+    """Return why every rank must build the whole model, from each rank's [problem, digest]; "" if none."""
     problems = (f"{problem} (rank {rank})" for rank, (problem, _) in enumerate(told) if problem)
     return next(problems, "the ranks build different models")
 
