@@ -209,8 +209,9 @@ _is_ours = False
 def safe_path(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` for an interpreter that does not import modules from the current directory.
 
-    A random.py, queue.py or torch.py in the directory where a command is typed would otherwise run. The value
-    records that tandem set it: users' own programs must behave as under python, see `undo_safe_path`.
+    Otherwise, a random.py, queue.py or torch.py in the directory where a command is typed would be imported.
+    The value records that tandem set it, so that `undo_safe_path` can undo it for users' programs, which must
+    behave as under python.
     """
     return {**environ, SAFE_PATH: environ.get(SAFE_PATH) or OURS}
 

@@ -136,7 +136,7 @@ def serialize(state: Mapping[str, Any]) -> bytes:
 
 
 def _apart(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Give each tensor memory for all its elements, or it would be rejected on load; ties are kept."""
+    """Copy expanded tensors, which would be rejected on load, into memory of their own; keep ties."""
     ours = dict[View, Tensor]()
     taken = set[int]()
     for tensor in tensors:

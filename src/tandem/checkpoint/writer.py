@@ -64,7 +64,7 @@ class Buffers:
 
 
 def _key(tensor: Tensor) -> Key:
-    """Return what identifies a tensor's values. Empty tensors have no address (0), so their id is used."""
+    """Return a key for a tensor's values. Empty tensors have no address (0), so their id is the key."""
     return tensor.data_ptr() or id(tensor), tensor.dtype, tensor.shape, tensor.stride()
 
 

@@ -33,7 +33,7 @@ class ClusterJob:
 
     @property
     def unfinished(self) -> list[Node]:
-        """The nodes that ran or were about to restart when last checked."""
+        """The nodes that were running or restarting at the last check."""
         # A removed node keeps its last status, which may be `running`.
         there = [node for node in self.nodes.values() if node.identity not in self.gone]
         return [node for node in there if node.is_unfinished]

@@ -64,7 +64,7 @@ def has_netem(cluster: Cluster) -> bool:
 
 
 def check_shape(cluster: Cluster, shape: LinkShape) -> None:
-    """Raise ClusterError if the kernel cannot do what is requested."""
+    """Raise ClusterError if the kernel cannot shape traffic as requested."""
     shape.check()
     if (shape.latency or shape.loss) and not has_netem(cluster):
         asked = f"{'LATENCY' if shape.latency else 'LOSS'}={shape.latency or shape.loss}"

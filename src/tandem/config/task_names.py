@@ -83,10 +83,10 @@ def _modules(location: str) -> Iterator[Path]:
 
 
 def describe_task_code(name: str, who: str, run_dir: PurePath | None) -> str:
-    """Return a message about whose code will run if no one typed the task's name; "" for a built-in task.
+    """Return a message that says which files will run, if the user did not type the task's name.
 
-    `who` says what names the task. Raises ConfigError if the code is in `run_dir`, which may come from
-    someone else: an archive of a run must not be able to run code.
+    It is "" for a built-in task. `who`: what names the task, such as a checkpoint. Raises ConfigError if the
+    code is in `run_dir`, which may come from someone else: an archive of a run must not be able to run code.
     """
     files = code_of(name)
     if not files:

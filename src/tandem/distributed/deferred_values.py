@@ -105,10 +105,10 @@ def _mapped(value: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
 
 
 class _Generators:
-    """Notices if a generator is seeded, or set back, while the model is built: the order of draws is lost.
+    """Detects that a generator was seeded or reset while the model was built, which loses the order of draws.
 
-    Each random operation draws one number here, so a state that is set back to an earlier one is not the
-    expected one.
+    Each random operation draws one number here, so after a reset, the generator's state is not the expected
+    one.
     """
 
     def __init__(self) -> None:
@@ -304,7 +304,7 @@ def _by_name(arguments: Sequence[Any], options: Mapping[str, Any]) -> list[tuple
 
 
 def _repeat(operation: _Operation, real: dict[int, Tensor], memories: Sequence[_Memory]) -> None:
-    """Run an operation on real memory. `real`: memory by index, as bytes; what is missing is allocated."""
+    """Run an operation on real memory. `real`: memory by index, as bytes; missing entries are allocated."""
 
     def value(noted: _View | _Value) -> Tensor:
         if isinstance(noted, _Value):

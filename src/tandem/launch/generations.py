@@ -398,7 +398,7 @@ class NodeAgent(SimpleElasticAgent):
         return self._work.is_done()
 
     def _has_no_time(self) -> bool:
-        """Return whether to exit without waiting: no rank has trained, or Ctrl-C was pressed twice."""
+        """Return whether to exit without waiting for a save: no rank has trained, or Ctrl-C came twice."""
         return bool(self._stop) and (not self._positions or self._stop.interrupts > 1)
 
     def abandon(self) -> None:

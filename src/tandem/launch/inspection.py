@@ -391,7 +391,7 @@ class Inspector:
     # The other nodes' part.
 
     def take_place(self, node_rank: int) -> None:
-        """Answer as this node of the world from now on: a spare has taken the place of a lost node."""
+        """Answer as node `node_rank` from now on: this spare has taken the place of a lost node."""
         self._number = node_rank
 
     def look(self, store: TCPStore) -> None:

@@ -36,9 +36,9 @@ log = logging.getLogger("tandem.run")
 
 
 class LoneStop:
-    """Report at the first signal what will be saved; end the process if nothing can be.
+    """At the first signal, log what will be saved, or end the process if there is nothing to save.
 
-    A second Ctrl-C also ends it.
+    A second Ctrl-C also ends the process.
 
     `leave(code, reason)` ends the process at once. Both callbacks run in the flag's own thread, so they work
     while the main thread is blocked in C.

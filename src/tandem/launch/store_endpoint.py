@@ -178,10 +178,10 @@ class StoreEndpoint:
 
 
 def announce(endpoint: StoreEndpoint, code: int, reason: str = "", stop: StopFlag | None = None) -> None:
-    """Tell the nodes that arrive within ANNOUNCE_SECONDS why this node ends the job before it began.
+    """Tell the nodes that connect within ANNOUNCE_SECONDS why this node ends the job before it starts.
 
-    A node other than 0 reports an error to node 0. It can only end its own job: not one whose nodes are all
-    present, nor an elastic one, which can start without this node.
+    A node other than node 0 reports its error to node 0. It can end only its own job: not one whose nodes
+    have all joined already, nor an elastic job, which can start without this node.
     """
     placement = endpoint.placement
     if placement.nodes == 1:

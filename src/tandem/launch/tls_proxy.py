@@ -143,7 +143,7 @@ def is_proxy(address: tuple[str, int]) -> bool:
 
 
 def _set_for_store(connection: socket.socket) -> None:
-    """Set a connection up for the store's small requests and long waits."""
+    """Set the socket options of a connection for the store's small requests and long waits."""
     # The timeouts were for connecting. A read of the store may wait for a key much longer.
     connection.setblocking(True)
     # A host that vanishes closes nothing, and this thread would wait for it without end.

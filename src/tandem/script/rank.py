@@ -119,7 +119,7 @@ def run_program(job: Job, start: RankStart) -> NoReturn:
 
 
 def _run(job: Job, position: Position, path: Path, record: Any) -> int:
-    """Run the script; return its exit code. What ended the rank is recorded at `path`."""
+    """Run the script and return its exit code. The error that ended it, if any, is recorded at `path`."""
     try:
         execute(job.program)
         return FINISHED

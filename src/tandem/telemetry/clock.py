@@ -1,4 +1,4 @@
-"""The clock of a rank's phases: the loop and the step report what begins, and all others read it here.
+"""The clock of a rank's phases: the loop and the step report each phase's start, and other modules read it.
 
 There are two levels. A run has one activity (`with clock.phase("eval"):`). Within the activity "train", a
 step goes through its phases (`clock.enter("forward")`). Heartbeat, meter, displays and log are readers. A

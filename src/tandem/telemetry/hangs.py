@@ -101,7 +101,7 @@ class Alarm:
 
 @dataclass(frozen=True)
 class HangHistory:
-    """What earlier generations of a run learned: a hang, and the longest limit from their step times."""
+    """Results of a run's earlier generations: the last hang, and the longest limit from their step times."""
 
     hang: Alarm | None = None
     idle_limit: float = 0.0

@@ -1,6 +1,6 @@
 """The values of all metrics: samples change them, and a page shows them.
 
-A sample may be wrong or malicious without harm: what cannot be applied is counted in
+Wrong or malicious samples do no harm: those that cannot be applied are only counted in
 `tandem_collect_errors{source}`.
 """
 

@@ -273,7 +273,7 @@ class Schedule:
         return self._own is None and not self._fixed
 
     def describe(self) -> str:
-        """Return one line about where the rates come from."""
+        """Return one line that says how the learning rates are derived."""
         if self.is_by_settings:
             return str(self._rates)
         used = self.used()

@@ -294,10 +294,10 @@ class Stepper:
         return flops_of(loss_and_gradients) / batch_size_of(batch)
 
     def take(self, micro_batches: Sequence[Any], step: int, proposal: Proposal) -> Consensus | None:
-        """Take one optimizer step on this rank's micro-batches; return what the ranks agreed on.
+        """Take one optimizer step on this rank's micro-batches; return the newest consensus of the ranks.
 
-        See `ConsensusReader` for when it is known. Raises NonFiniteError if an optimizer's closure returns a
-        non-finite value.
+        On GPUs, it is that of an earlier step (see `ConsensusReader`). Raises NonFiniteError if an
+        optimizer's closure returns a non-finite value.
         """
         self._task.moment.step = step
         self._recent.append((step, micro_batches))
@@ -363,7 +363,7 @@ class Stepper:
         )
 
     def drain(self) -> Consensus | None:
-        """Return what the ranks agreed on in the last step on a GPU."""
+        """Return the consensus of the last step, which on a GPU was not read yet."""
         return self._reader.drain()
 
     def _accumulate(

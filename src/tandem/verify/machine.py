@@ -306,7 +306,7 @@ def gpus(device: str) -> ConnectivityProblem:
 
 
 def refused(count: int) -> str:
-    """Return why CUDA rejects one of the GPUs that the driver lists; "" if it accepts all."""
+    """Return why CUDA rejects one of the GPUs that the driver lists; "" if it rejects none."""
     try:
         return why_refused([torch.device("cuda", index) for index in range(count)])
     except RuntimeError as error:  # a new process may fix it

@@ -21,7 +21,7 @@ INSTALL = {"s3": "'tandem-train[s3]'", "gs": "gcsfs", "az": "adlfs"}
 
 
 def call_client(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Return `call(...)`; convert any error of a client library to an OSError with a one-line message."""
+    """Return `call(...)`; convert errors of the client library to OSErrors with a one-line message."""
     try:
         return call(*arguments, **options)
     except OSError:
