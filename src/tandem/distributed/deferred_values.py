@@ -3,7 +3,7 @@
 While a model is built, its tensors are torch's fake tensors: they have shapes, and no memory. Each operation
 on them is noted, and draws no random number. `DeferredValues.computed` repeats the operations on real memory,
 in the same order: it draws the same numbers, so the values have the same bits. A tensor's memory is freed
-once no later operation needs it. See docs/architecture.md#a-model-that-no-rank-has-whole.
+once no later operation needs it. See docs/architecture.md#building-a-model-that-fits-no-rank.
 """
 
 import gc
