@@ -1,4 +1,4 @@
-"""The task of benchmarks/big_resume.py: much state and little to compute."""
+"""The task of benchmarks/big_resume.py: a large state, and little to compute."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,10 +1,11 @@
-"""A run under steady fire: mixed faults, one every few seconds, and what they cost.
+"""Inject many different faults into one run, one every few seconds, and measure what they cost.
 
     python benchmarks/chaos_trials.py [--faults 300] [--every 5] [--json FILE]
 
-Two ranks train; each fault is drawn from FAULTS. Goodput is what the same steps need undisturbed, by the pace
-of a stretch before and one after, as a share of what this run needs. In the end the weights are those of an
-undisturbed run of all steps, bit for bit, which a sample left out or seen twice would have changed.
+Two ranks train, and each fault is drawn from FAULTS. Goodput is the time that an uninterrupted run needs for
+the same steps, divided by the time of this run. The uninterrupted speed is measured before and after. At the
+end, the weights must equal those of an uninterrupted run bit for bit, which also proves that no sample was
+left out or used twice.
 """
 
 import argparse

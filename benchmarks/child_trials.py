@@ -1,13 +1,14 @@
-"""Everything below a rank ends with it: programs that start processes of their own, ended in every way.
+"""Check that every process below a rank ends with the rank, for programs that start their own processes.
 
     python benchmarks/child_trials.py [--rounds 5] [--limit 2.0] [--json FILE] [kind ...]
 
-Kinds: a bash wrapper, a launcher inside the launch (as `accelerate launch` is), children of mp.spawn,
-workers of subprocess.Popen, a daemon (a double fork and a session of its own, deaf to SIGTERM), loader
-processes. Each round launches every kind twice, on two ranks: once a rank is killed (SIGKILL), in the next
-generation one is stopped until it is reported as a hang, in the one after that the launch gets SIGTERM; the
-other launch is killed itself. After each end, none of the processes that ranks had started may live after
-`--limit` seconds. A command (the wrapper) sends no signs of life, so it has no hangs. One round is 23 ends.
+Kinds: a bash wrapper, a launcher inside the launch (as with `accelerate launch`), children of mp.spawn,
+workers of subprocess.Popen, a daemon (double fork, its own session, ignores SIGTERM), and loader processes.
+Each round launches every kind twice, with two ranks. In the first launch, a rank is killed (SIGKILL); in the
+next generation, a rank is stopped until it is reported as a hang; in the one after that, the launch gets
+SIGTERM. The second launch is killed itself. Within `--limit` seconds after each of these ends, all processes
+that the ranks had started must be gone. A command (the wrapper) sends no heartbeats, so it is not tested for
+hangs. One round has 23 ends.
 """
 
 import argparse

@@ -1,18 +1,19 @@
-"""Samples per second through the loaders alone, without a model: torchvision's and torch's beside tandem's.
+"""Measure samples per second through the data loaders alone, without a model: tandem, torch and torchvision.
 
     python benchmarks/data_path.py [--rounds 7] [--seconds 1] [--json benchmarks/results/data_path.json]
 
-Pictures of 28 x 28 are the digits task's, drawn on this machine: as tutorials load them (torchvision's MNIST,
-ToTensor and Normalize, in torch's DataLoader), normalized beforehand in a TensorDataset, and by tandem, all
-in batches of 64. Photographs are JPEGs of 320 x 240, drawn too: torchvision's ImageFolder in torch's
-DataLoader beside the image-folder task, to normalized floats on both sides, with as many workers. "Own data"
-is a map-style dataset as people write it, one sample an index, in torch's DataLoader on both sides: what
-tandem adds to a sample, so that its randomness is that of the step and not of the worker.
+The 28 x 28 images are those of the digits task, generated on this machine, in batches of 64. They are read as
+in tutorials (torchvision's MNIST with ToTensor and Normalize, in torch's DataLoader), as a TensorDataset that
+was normalized in advance, and by tandem. The photographs are generated JPEGs of 320 x 240. They are read by
+torchvision's ImageFolder in torch's DataLoader, and by the image-folder task, with the same number of workers
+and to normalized floats. "Own data" is a typical map-style dataset that returns one sample per index, in
+torch's DataLoader on both sides. It shows what tandem adds per sample, to derive its randomness from the step
+and not from the worker.
 
-A reader has one thread, as a rank of two on two cores, and each worker another. In a round all have their
-turn, each round beginning with another one; a turn counts from when its workers are at work. Ratios are of
-turns of the same round, and the outcome is the median over rounds. Where neither side has workers, seconds
-are those of CPU time, the same on a quiet machine; with workers they are the clock's.
+A reader has one thread, like a rank of two on two cores, and so does each worker. Every round runs each
+reader once, and starts with a different one. A measurement starts when the workers are running. Ratios
+compare readers of the same round, and the result is the median over rounds. Without workers, the times are
+CPU times, which equal wall times on an idle machine; with workers, they are wall times.
 """
 
 import argparse

@@ -1,14 +1,14 @@
-"""What the tutorials say of DataParallel and DDP, measured on CPUs: bytes a step, threads, and shares.
+"""Measure on CPUs what tutorials say about DataParallel and DDP: bytes per step, threads, and shares.
 
     python benchmarks/dp_vs_ddp.py [--only bytes threads shares] [--json benchmarks/results/dp_vs_ddp.json]
 
-bytes: a backward pass of DDP over gloo, and the same gradients by way of one rank that adds them up and gives
-the weights back, as a parameter server and DataParallel do. Counted by the kernel, at the sockets of each
-process (TCP_INFO), without headers; median of some passes.
-threads: forward and backward of two replicas by two threads of one process, as DataParallel has them, and by
-two processes, as DDP has them; ratio to one replica after the other. One CPU thread for each replica.
-shares: samples/s of `tandem launch` on two ranks, one of which takes three times as long for a sample (it
-sleeps: as a device works while the host waits), with equal shares, 3:1 and auto, in turn.
+bytes: a backward pass of DDP over gloo, compared with a parameter server, to which ranks send gradients and
+which returns weights, as DataParallel does. The kernel counts the bytes at the sockets of each process
+(TCP_INFO), without headers. The result is the median of several passes.
+threads: forward and backward of two replicas, in two threads of one process (DataParallel) and in two
+processes (DDP), relative to running one replica after the other. Each replica has one CPU thread.
+shares: samples/s of `tandem launch` with two ranks, one of which needs three times as long per sample (it
+sleeps, like a host that waits for its device), with equal shares, 3:1 and auto, in turn.
 """
 
 import argparse

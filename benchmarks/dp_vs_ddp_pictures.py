@@ -1,6 +1,6 @@
-"""Draws docs/pictures/dp-*.svg from results/dp_vs_ddp.json: python benchmarks/dp_vs_ddp_pictures.py
+"""Draw docs/pictures/dp-*.svg from results/dp_vs_ddp.json: python benchmarks/dp_vs_ddp_pictures.py
 
-Plain SVG without a font or a script of its own; colors follow the reader's light or dark mode.
+The images are plain SVG without fonts or scripts; colors follow the reader's light or dark mode.
 """
 
 import json

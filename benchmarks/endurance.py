@@ -1,14 +1,14 @@
-"""A long run that is hit again and again: does anything grow, does recovery slow down?
+"""Kill ranks of a long run again and again: do memory or files grow, and does recovery become slower?
 
     python benchmarks/endurance.py [--steps 500000] [--kills 500] [--ranks 2] [--json FILE]
-    python benchmarks/endurance.py --steps 1000000 --kills 0 --json FILE     one that is left alone
+    python benchmarks/endurance.py --steps 1000000 --kills 0 --json FILE     without kills
 
-A random rank is killed each `steps / kills` steps. Just before a kill: the memory (PSS), threads
-and open files of the whole launch, and the files of its run folder, the temporary folder and /dev/shm.
-Compared are the medians of the first and of the last tenth of the kills. An hour lies between them, and a
-host that others use is not the same then: so for another tenth of the steps a new launch of the same job
-trains beside the old one, and their ranks are killed in turn; recovery is compared with that of this one.
-Without kills, the same is looked at a hundred times.
+A random rank is killed every `steps / kills` steps. Just before each kill, the benchmark records the memory
+(PSS), threads and open files of the whole launch, and the files in its run directory, the temporary directory
+and /dev/shm. It compares the medians of the first and the last tenth of the kills. These are an hour apart,
+and the load of a shared host may change in that time. So for the recovery time, a new launch of the same job
+trains next to the old one for another tenth of the steps. Ranks of both are killed in turn, and the old
+launch's recovery is compared with the new one's. Without kills, the same values are recorded a hundred times.
 """
 
 import argparse

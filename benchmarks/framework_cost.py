@@ -1,17 +1,17 @@
-"""What a framework costs a step: tandem, Accelerate and Lightning beside a bare DDP script, 2 ranks on CPUs.
+"""Measure the time of a step with tandem, Accelerate and Lightning, relative to a bare DDP script, on CPUs.
 
     python benchmarks/framework_cost.py [--rounds 9] [--steps 300] [--only own-loop launched] \\
         [--json benchmarks/results/framework_cost.json]
 
-All train the same CNN of 11 thousand parameters on the same random pictures, 120 of them a rank and step,
-with SGD. Everybody but "batch-wise" reads a TensorDataset, the bare script through torch's own DataLoader; it
-is started by torchrun, and as "launched" by `tandem launch`. tandem does all that it does by default. A
-step's time is from one forward pass on rank 0 to the next, taken by the model itself, so it is the same clock
-for all; a run counts by the median of its steps, a framework by the median over rounds. In a round all have
-their turn, each round beginning with another one, and ratios are of runs of the same round.
+Two ranks train the same CNN of 11 thousand parameters with SGD, on the same random images, 120 per rank and
+step. All programs except "batch-wise" read a TensorDataset; the bare script uses torch's own DataLoader. The
+bare script is started by torchrun, and as "launched" by `tandem launch`. tandem runs with its default
+settings. The model itself measures the time of a step, from one forward pass on rank 0 to the next, so the
+clock is the same for all. A run counts as the median of its steps, and a framework as the median over rounds.
+Every round runs all programs, and starts with a different one. Ratios compare runs of the same round.
 
-Accelerate and Lightning are installed from PyPI into an environment of their own, --environment, which sees
-this one's packages, torch among them.
+Accelerate and Lightning are installed from PyPI into a separate environment, --environment, which can import
+the packages of this one, including torch.
 """
 
 import argparse

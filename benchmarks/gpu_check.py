@@ -1,12 +1,11 @@
-"""tandem on a real GPU, in at most ten minutes: does it work there, does it resume to the same bits, and what
-does it cost beside a bare loop.
+"""Check tandem on a real GPU in at most ten minutes: that it works and resumes exactly, and what it costs.
 
     make gpu-check                 # or: python benchmarks/gpu_check.py [--only digits killed] [--seconds 570]
 
-Checks are the functions of CHECKS, in the order of their worth. Each has a limit of its own and stops no
-other; what is not reached in time, or needs a GPU where there is none, is a row that says "not measured".
-Without a GPU, one is played by the CPU (tests/played_gpu.py) for what is not about speed. Ends with 1 where a
-check that ran has failed.
+The checks are the functions in CHECKS, the most important ones first. Each has its own time limit, and a
+failure does not stop the others. A check that is not reached in time, or that needs a GPU when there is none,
+is reported as "not measured". Without a GPU, checks that do not measure speed run on a simulated GPU
+(tests/played_gpu.py). The exit code is 1 if a check has failed. The cost is relative to a bare loop.
 """
 
 import argparse

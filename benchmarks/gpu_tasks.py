@@ -1,10 +1,11 @@
-"""What gpu_check.py trains, as tasks of tandem's; and the bare loops beside them, one GPU and no framework.
+"""The tasks that gpu_check.py trains, and the same models in bare loops on one GPU, without a framework.
 
     python benchmarks/gpu_tasks.py Resnet50 --scale full --device cuda [--compile]
 
-prints a bare loop's milliseconds per step. It is the most that a person would write by hand: bf16 by
-autocast, channels last, a fused optimizer, and one batch that lies on the device, so that no data are waited
-for. All step times are between two steps of a run, with the device waited for at these two alone.
+prints the milliseconds per step of a bare loop. The loop has every optimization that people usually write by
+hand: bf16 by autocast, channels last, and a fused optimizer. It uses one batch that stays on the device, so
+it never waits for data. All step times are measured between two steps of a run. The host waits for the device
+only at these two.
 """
 
 import argparse

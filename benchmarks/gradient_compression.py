@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""When does a compressed gradient pay? `python benchmarks/gradient_compression.py` (root, for the network).
+"""Measure when gradient compression pays off: `python benchmarks/gradient_compression.py` (needs root).
 
-Two machines as network namespaces with a cable between them, each with one rank; at both ends of the cable a
-token bucket (tc tbf) limits the rate. The ranks train one copy of wide_model.py's model for each compression,
-with tandem's own strategy and step, and take steps with them in turns: the ratio of two compressions is one
-of medians over the same seconds. Prints one table, and writes it as JSON.
+Two network namespaces, connected by a virtual cable, act as two machines with one rank each. At both ends of
+the cable, a token bucket (tc tbf) limits the rate. The ranks train a copy of wide_model.py's model for each
+compression, with tandem's strategy and step. The compressions take steps in turn, so a ratio compares medians
+over the same seconds. The program prints one table and writes it as JSON.
 """
 
 import argparse

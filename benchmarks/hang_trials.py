@@ -1,9 +1,10 @@
-"""Hangs of three kinds: is the right rank named, how long after the timeout, and how often without a hang?
+"""Cause hangs of three kinds: is the right rank reported, how soon, and are there false alarms?
 
     python benchmarks/hang_trials.py [--trials 30] [--calm-minutes 30]
 
-A rank is stopped (SIGSTOP); the cable between two nodes in network namespaces is cut (root); one rank of
-three leaves out a collective. The calm run trains beside processes that take all cores.
+Kinds: a rank is stopped (SIGSTOP); the cable between two nodes in network namespaces is cut (needs root); one
+rank of three skips a collective. To find false alarms, another run trains next to processes that use all
+cores.
 """
 
 import argparse

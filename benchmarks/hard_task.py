@@ -1,8 +1,9 @@
-"""A task with everything that makes a resume hard, small enough for many trials on two cores.
+"""A task with everything that makes an exact resume difficult, small enough for many trials on two cores.
 
-Dropout, BatchNorm, a buffer that counts, layers registered in another order than they are used (so that DDP
-rebuilds its buckets in a new order), samples and batches drawn with all three global generators, an epoch of
-12 steps; by its fields an optimizer and a scheduler of its own, and rows with NaN for `--on-nonfinite skip`.
+It has dropout, BatchNorm, a counting buffer, and layers that are registered in another order than they are
+used, so that DDP rebuilds its buckets in a new order. Samples and batches draw from all three global
+generators. An epoch has 12 steps. Its fields select its own optimizer and scheduler, and rows with NaN for
+`--on-nonfinite skip`.
 """
 
 import random

@@ -1,11 +1,11 @@
-"""From the command to the first step of all ranks, and the memory that a run then takes.
+"""Measure the time from the command to the first step of all ranks, and the memory that a run then uses.
 
     python benchmarks/launch_cost.py [--rounds 5] [--nodes 2,8,16] [--json FILE]
 
-`tandem launch` beside torchrun, which starts the same trainer: two ranks on one node, and two nodes of one
-rank. Both also start the same plain DDP script, up to its first epoch of ten short steps. Then nodes that one
-laptop simulates. Memory is the sum over all processes of what they hold, shared
-pages counted once (PSS).
+`tandem launch` is compared with torchrun, which starts the same trainer: two ranks on one node, and two nodes
+with one rank each. Both also start the same plain DDP script, measured up to the end of its first epoch of
+ten short steps. After that, many nodes are simulated on one machine. Memory is the sum over all processes,
+with shared pages counted once (PSS).
 """
 
 import argparse

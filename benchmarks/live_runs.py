@@ -1,4 +1,4 @@
-"""Runs that are disturbed while they train: started, watched through their events, and hit."""
+"""Runs that a benchmark starts, watches through their events, and injects faults into."""
 
 import json
 import os

@@ -1,6 +1,6 @@
-"""Processes of a launch that a benchmark has started, wherever they are: each has a mark in its environment.
+"""Find all processes of a launch that a benchmark started, by a mark in their environment.
 
-Ranks lead sessions of their own, and daemons have no parent: what they have in common is a variable.
+Ranks lead their own sessions, and daemons have lost their parent, so only an environment variable finds all.
 """
 
 import os

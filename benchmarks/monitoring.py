@@ -1,13 +1,14 @@
-"""What watching costs, and whether it names the right rank. Prints one table, writes one JSON.
+"""Measure what monitoring costs, and whether it reports the right straggler. Print one table, write one JSON.
 
     python benchmarks/monitoring.py --json build/monitoring.json [--trials 200]
 
-Stragglers: one run of four ranks whose steps sleep 20 ms; in each trial of 20 steps one rank, drawn at
-random, sleeps 1.33 times as long, or nobody does. Named means: after those 20 steps that rank is marked.
-The page, the metrics and the log name a rank that is marked for long: lasting names are those that the
-trials without a slow rank give when they follow each other.
-Cost: one two-rank run in blocks of 50 steps, in turn bare, watched (clocks, gather, messages, who takes
-them) and watched while a scraper on the same cores reads 64 ranks' series once a second.
+Stragglers: one run of four ranks whose steps sleep 20 ms. In each trial of 20 steps, one rank, drawn at
+random, sleeps 1.33 times as long, or none does. A trial succeeds if exactly that rank is marked after those
+20 steps. The page, the metrics and the log report only a rank that is marked for longer. The false reports
+are those that trials without a slow rank would cause if they followed each other.
+Cost: one run of two ranks trains in blocks of 50 steps: without monitoring, with it (clocks, gather,
+messages, and their receiver), and with it while a scraper on the same cores reads the series of 64 ranks once
+a second.
 """
 
 import argparse

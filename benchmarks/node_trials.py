@@ -1,12 +1,12 @@
-"""Lost nodes under ddp and killed ranks under fsdp: at most one step again, no checkpoint read, equal bits.
+"""Kill nodes under ddp and ranks under fsdp: at most one step is lost, and the bits are equal.
 
     python benchmarks/node_trials.py [--node-trials 20] [--torchrun-trials 3] [--rank-trials 25] [--json FILE]
 
-Three nodes train under ddp. Each in turn, node 0 with the store too, is killed with its agent and ranks and
-started again. Under torchrun, the same script with the same checkpoints ends, and all nodes are started
-again, as its users do by hand. Under fsdp, a random one of two ranks is killed. A run under tandem takes all
-kills of its row and is compared with an undisturbed one: SHA-256 of the weights. A step counts as lost if its
-line was in the journal before the kill.
+Three nodes train under ddp. Each in turn, including node 0 with the store, is killed with its agent and ranks
+and started again. Under torchrun, the same fault ends the same script with the same checkpoints, and all
+nodes are started again, as users do by hand. Under fsdp, a random one of two ranks is killed. With tandem,
+one run takes all kills of its row, and its weights (SHA-256) are compared with those of an uninterrupted run.
+A step counts as lost if its line was in the journal before the kill.
 """
 
 import argparse

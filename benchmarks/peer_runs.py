@@ -1,6 +1,6 @@
-"""One run of a contender of peers.py: started, watched through its ranks' records, hit once, and judged.
+"""Run a contender of peers.py: start it, watch the records of its ranks, kill one, and judge the result.
 
-A trial is a launch of its own. When all ranks have finished a step, it trains for SETTLED_SECONDS more, so
+Each trial is a separate launch. When all ranks have finished a step, it trains for SETTLED_SECONDS more, so
 that a contender can prepare for a restart. Then its memory is measured, and a random rank is killed (SIGKILL)
 at a random step of the next SPREAD_STEPS. The trial ends when all ranks are BEYOND_STEPS further than before.
 """

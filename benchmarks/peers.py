@@ -1,11 +1,11 @@
-"""tandem and its peers: what the kill of one rank costs each.
+"""Compare tandem with its peers: what the kill of one rank costs each of them.
 
     python benchmarks/peers.py [--trials 20] [--only NAME ...] [--json FILE]
 
-All train the same model on two ranks of this machine over gloo (peer_programs/workload.py); every trial is a
-launch of its own (peer_runs.py), and in each round all have their turn. Peers are installed from PyPI, each
-into an environment of its own under --environments. A peer that cannot be installed, or does not train, is a
-row with the reason. With --only, the other contenders' results in FILE stay as they are.
+All train the same model on two ranks of this machine over gloo (peer_programs/workload.py). Every trial is a
+separate launch (peer_runs.py), and each round has one trial of every contender. Peers are installed from
+PyPI, each into its own environment below --environments. For a peer that cannot be installed, or that does
+not train, the row has the reason. With --only, the results of the other contenders in FILE are kept.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The table of peers.py, and how each contender was run, from its results."""
+"""The table of peers.py, and how each contender was run, created from its results."""
 
 import statistics
 from collections.abc import Callable, Sequence

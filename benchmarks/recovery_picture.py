@@ -1,10 +1,10 @@
-"""A real run, a rank of it killed, and what two terminals said and when: a picture of 12 seconds (SVG).
+"""Record a real run in which a rank is killed, and draw the output of two terminals as an SVG of 12 seconds.
 
     python benchmarks/recovery_picture.py [--picture docs/pictures/recovery.svg]
 
-Two nodes train the digits. Once they train, `tandem kill --rank 1` is typed in the second terminal as a
-person would, in the picture's third second. Each line appears when it appeared on its terminal; the start
-and the end are cut, and three dots stand for the start. Who wants no movement (prefers-reduced-motion) sees
+Two nodes train the digits. Once they train, `tandem kill --rank 1` is typed in the second terminal, as a user
+would, in the third second of the animation. Each line appears when it appeared on its terminal. The start and
+the end are cut; three dots replace the start. Readers who prefer reduced motion (prefers-reduced-motion) see
 all lines at once.
 """
 

@@ -1,9 +1,9 @@
-"""How long a lost rank or node holds up a run: SIGKILL to the first optimizer step of all ranks.
+"""Measure the time from the SIGKILL of a rank or a node to the first optimizer step of all ranks.
 
     python benchmarks/recovery_trials.py [--trials 50] [--node-trials 20]
 
-The same trainer and task under `tandem launch` and, in the same run, under torchrun; both save every 50
-steps.
+The same trainer and task run under `tandem launch` and, in the same benchmark, under torchrun. Both save
+every 50 steps.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Bit-exact resume, at full count: SIGKILL at 25 random steps at each of 1, 2, 3 and 4 ranks, and a control.
+"""Prove bit-exact resume: SIGKILL at 25 random steps at each of 1, 2, 3 and 4 ranks, and a baseline.
 
     python benchmarks/resume_trials.py [--trials 25] [--control 10] [--worlds 1,2,3,4] [--device cpu]
 
-A trial is a SIGKILL at a random step, to every process (started again by hand) or to one rank (started again
-by the agent). A run of hard_task.py, 40 steps and 12 an epoch, takes KILLS_PER_RUN of them and is compared at
-its end with an undisturbed run of the same options: SHA-256 of weights, of optimizer, scheduler and loss
-scaler, and of the loss log. Where they differ, all of the run's trials count as failed.
+A trial is a SIGKILL at a random step, of every process (restarted by hand) or of one rank (restarted by the
+agent). A run of hard_task.py, with 40 steps and 12 per epoch, gets KILLS_PER_RUN of them. At its end it is
+compared with an uninterrupted run with the same options: SHA-256 of weights, of optimizer, scheduler and loss
+scaler, and of the loss log. If they differ, all trials of the run count as failed.
 """
 
 import argparse

@@ -1,10 +1,11 @@
-"""What saving costs a step: the hold of an asynchronous save, and the overhead of a snapshot of every step.
+"""Measure what saving costs a step: how long an asynchronous save blocks it, and the cost of a snapshot.
 
     python benchmarks/save_trials.py [--megabytes 100] [--trials 20]
 
-The state of an AdamW model is saved by tandem and by torch.distributed.checkpoint's asynchronous save (its
-thread) in one run; both are compared with a plain copy of the same bytes into warm memory. Snapshots are
-taken in steps that last 20 such copies, by 1 and by 2 processes, against the same steps without.
+The state of an AdamW model is saved by tandem, and by torch.distributed.checkpoint's asynchronous save (with
+a thread), in the same run. Both are compared with a plain copy of the same bytes into warm memory. Snapshots
+are taken after every step, with steps that last 20 such copies, by 1 and by 2 processes. The baseline is the
+same steps without snapshots.
 """
 
 import argparse

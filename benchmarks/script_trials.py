@@ -1,13 +1,13 @@
-"""Scripts that know nothing of tandem, killed and stopped at random moments: `tandem launch` beside torchrun.
+"""Kill and stop scripts that do not use tandem's API: `tandem launch` compared with torchrun.
 
     python benchmarks/script_trials.py [--trials 20] [--controls 5] [--json FILE] [name ...]
 
-The scripts are those of tests/scripts/programs, on two ranks over gloo: two simulated nodes under `tandem
-launch`, one node under torchrun. A random rank is killed (SIGKILL) or stopped (SIGSTOP), in turn, at a random
-moment after the first step: kills once the processes of the next generation stand by, whose imports take some
-seconds, stops at once. Each prints the time when its imports are done, its first line. Scripts of
-frameworks run with the interpreter that FRAMEWORKS_PYTHON names (`make frameworks`). Rows of scripts that are
-not named here stay in the file.
+The scripts are those of tests/scripts/programs, with two ranks over gloo: on two simulated nodes under
+`tandem launch`, on one node under torchrun. In turn, a random rank is killed (SIGKILL) or stopped (SIGSTOP)
+after the first step. A kill waits until the standby processes are ready, whose imports take some seconds; a
+stop does not. Each script prints the time when its imports are done as its first line. Scripts of frameworks
+run with the interpreter FRAMEWORKS_PYTHON (`make frameworks`). Rows of scripts that are not selected stay in
+the file.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""What a save costs ranks with shards: extra memory, and how long the step is blocked; and other rank counts.
+"""Measure what a save costs ranks with shards: extra memory, and how long the step is blocked.
 
     python benchmarks/sharded_saves.py [--gigabytes 1] [--ranks 4] [--trials 10] [--json FILE]
 
 The ranks are processes on this machine, over gloo. Model and AdamW state are sharded by fully_shard. tandem
-and torch.distributed.checkpoint's asynchronous save write the same state in turn. All ranks begin a save
-together, and the slowest one counts. Extra memory is the highest resident memory during a save minus that
-before the first one, without files. After each save, a memcpy of a rank's part into warm memory is measured.
-Then 3, 2 and 4 ranks load the state and save it again. Needs 2.6 times the state as memory and twice on disk.
+and torch.distributed.checkpoint's asynchronous save write the same state in turn. All ranks start a save
+together, and the slowest one counts. Extra memory is the peak resident memory during a save minus that before
+the first one, without files. After each save, a memcpy of a rank's part into warm memory is measured. Then 3,
+2 and 4 ranks load the state and save it again. Needs memory of 2.6 times the state, and disk space for two.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Can a checkpoint lie, or be lost? Writers killed at every system call, rotten bits, power losses; controls.
+"""Try to lose or corrupt checkpoints: kill the writer at every system call, flip bits, cut the power.
 
     python benchmarks/store_trials.py [crash] [rot] [power] [--trials N] [--json FILE]
 
-Without names all three run with their full counts (some minutes); `--trials` makes the random parts smaller.
-`rows` is for `benchmarks/reliability.py`; tests run this program with small counts. tests/trials has what
-writers do, and the disk that loses its power.
+By default, all three run with their full counts, in some minutes; `--trials` reduces the random parts. `rows`
+is for `benchmarks/reliability.py`; tests run this program with small counts. tests/trials has the writers,
+and the simulated disk that loses its power.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""One line of a benchmark's outcome, and how many lines become a table and a JSON file.
+"""One row of a benchmark's result, and the conversion of rows to a table and a JSON file.
 
     python benchmarks/table.py
 
-A figure in benchmarks/results belongs to a commit. A program that is to write there, and this one, ends with
-2 if a file that is measured, or that measures, differs from the commit.
+A figure in benchmarks/results belongs to a commit. A program that would write there, and this one, exits with
+2 if a source file that it measures, or that measures, differs from the commit.
 """
 
 import json

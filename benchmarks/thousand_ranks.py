@@ -1,11 +1,12 @@
-"""What node 0 and rank 0 have to do when there are 1,024 ranks, in one process: CPU time, not seconds.
+"""Measure the work of node 0 and rank 0 for 1,024 ranks, in one process: CPU time, not wall time.
 
     python benchmarks/thousand_ranks.py [--ranks 1024] [--per-node 8] [--samples 100000000] [--json FILE]
     python benchmarks/thousand_ranks.py --only order --samples 1000000000
 
-The parts are tandem's own, given what so many ranks would say: the store is a real one, with the other nodes'
-words in it, asked over loopback. Each figure is the median of some calls. What is done once per start or per
-log interval is compared with 50 ms; what is done several times a second says how much of one core it takes.
+The code is tandem's own, with the input that so many ranks would send. The store is a real one that contains
+the other nodes' values, read over loopback. Each figure is the median of some calls. Work that is done once
+per start or per log interval is compared with 50 ms. For work that is done several times a second, the figure
+is the fraction of a core.
 """
 
 import argparse

@@ -1,15 +1,15 @@
-"""From the start of the program to 98% of the test pictures, 2 ranks on CPUs: recipes of MNIST and tandem.
+"""Measure the time from the command to 98% accuracy, with 2 ranks on CPUs: MNIST recipes and tandem.
 
     python benchmarks/time_to_98.py [--rounds 1] [--only tutorial] [--json benchmarks/results/time_to_98.json]
 
-All train on the digits task's 60,000 pictures, drawn beforehand, and are tested with the same 10,000. The
-recipes (see mnist_recipes.py) read them as MNIST through torchvision and are started by torchrun; tandem is
-`tandem launch --nproc 2` with its default task and settings, and once more as one who wants no more than 98%
-would have it: planned for one epoch, and tested every 60 steps of 240 pictures (the recipes test after each
-epoch, because their loop says so). The clock runs from the start of the command to
-the line that says an accuracy of 98% or more, and then the run is stopped. In a round all have their turn.
-Who is not there after --limit seconds is given that time, and the ratio says "at least". On a busy machine
-seconds say little of two ranks that wait for each other, so the CPU time of all processes stands beside them.
+All programs train on the digits task's 60,000 images, generated in advance, and are tested with the same
+10,000. The recipes (mnist_recipes.py) read them as MNIST through torchvision, and are started by torchrun.
+tandem runs as `tandem launch --nproc 2` with the default task and settings. It also runs with settings for
+someone who needs only 98%: planned for one epoch, and tested every 60 steps of 240 images. (The recipes test
+after each epoch, because that is how their loops are written.) The time ends with the line that shows an
+accuracy of at least 98%; then the run is stopped. Every round runs all programs. A program that does not get
+there within --limit seconds counts with that time, and the ratio says "at least". On a busy machine, the wall
+time of ranks that wait for each other is not reliable, so the CPU time of all processes is shown as well.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""What a run survives that nobody meant to do to it: nodes' clocks, a second launch, a signal at any moment.
+"""Test runs under conditions that were not intended: wrong clocks, a second launch, a signal at any moment.
 
     python benchmarks/trust_trials.py [clocks] [pairs] [signals] [secret] [--starts 5] [--pairs 20] \\
         [--signals 100] [--rounds 10]
 
-Clocks: two nodes of which one is seconds ahead or behind; in two of the starts a node is killed.
+Clocks: two nodes, one of which is seconds ahead or behind; in two of the starts a node is killed.
 Pairs: two launches in one run directory, seconds apart; one is killed, or frozen and continued.
-Secret: what a secret of the job costs two nodes that meet at this host's own address: runs with and without
-one in turn, each round beginning with the other; the pace, then three ranks that are killed.
-Signals: SIGTERM, SIGHUP, or SIGINT twice, at a random moment, also in a recovery and beside a frozen agent.
+Secret: what a job secret costs two nodes that connect through this host's own address. Runs with and without
+one alternate, and each round starts with the other. Measured are the speed, and then three killed ranks.
+Signals: SIGTERM, SIGHUP, or SIGINT twice, at a random moment, also during a recovery or with a frozen agent.
 """
 
 import argparse
