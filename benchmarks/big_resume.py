@@ -32,12 +32,12 @@ def launch(folder: Path, ranks: int, gigabytes: float, steps: int) -> LiveRun:
 
 
 def memory(leader: int) -> int:
-    """Bytes of a session's processes that no file stands behind."""
+    """Return the bytes of memory, not backed by files, of a session's processes."""
     return sum(memory_of(pid, "Pss_Anon", "Pss_Shmem") for pid, _ in session_of(leader))
 
 
 def measured(folder: Path, ranks: int, gigabytes: float) -> tuple[float, float, float]:
-    """(bytes of the checkpoint, most bytes of memory in the resume, seconds until it is loaded)."""
+    """Return (bytes of the checkpoint, peak bytes of memory in the resume, seconds until it is loaded)."""
     with launch(folder, ranks, gigabytes, 1) as run:
         if run.wait(LIMIT_SECONDS):
             raise RuntimeError(run.words())

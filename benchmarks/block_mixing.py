@@ -27,7 +27,7 @@ def model() -> nn.Module:
 def trained(
     order: GlobalOrder, seed: int, train: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[nn.Module, float]:
-    """The model after an epoch, and the mean number of classes in a batch."""
+    """Return the model after an epoch, and the mean number of classes in a batch."""
     torch.manual_seed(seed)
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)

@@ -30,7 +30,7 @@ STEPS = 300
 
 @contextlib.contextmanager
 def hogs(count: int) -> Iterator[None]:
-    """`count` processes that compute and never wait."""
+    """Run `count` processes that compute and never wait."""
     started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -41,7 +41,7 @@ def hogs(count: int) -> Iterator[None]:
 
 
 def pace(ranks: int, waiting: dict[str, str]) -> float:
-    """Samples a second of the default task, whose evaluation comes after the steps that count."""
+    """Return the samples per second of the default task; its evaluation comes after the measured steps."""
     foreign = ("TANDEM_", "OMP_", "GOMP_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     with tempfile.TemporaryDirectory(prefix="busy-") as folder:

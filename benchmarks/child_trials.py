@@ -115,7 +115,7 @@ KINDS: dict[str, tuple[str, str, int]] = {  # what it is in, its text, how many 
 
 
 class ChildRun:
-    """One launch of a kind, in a folder of its own."""
+    """One launch of a kind, in its own directory."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         self.kind, self.folder = kind, folder
@@ -136,7 +136,7 @@ class ChildRun:
         return (self.folder / "said.txt").read_text(errors="replace")
 
     def until(self, condition: Callable[[], Any], what: str, limit: float = LIMIT_SECONDS) -> None:
-        """Raises RuntimeError where it does not come."""
+        """Wait until the condition holds. Raises RuntimeError if it does not."""
         deadline = time.monotonic() + limit
         while not condition():
             if time.monotonic() > deadline:
@@ -144,7 +144,7 @@ class ChildRun:
             time.sleep(0.02)
 
     def until_ready(self, generation: int) -> dict[int, str]:
-        """Wait for all that the ranks of a generation start; {pid: name} of it, and of the ranks."""
+        """Wait for all processes that the ranks of a generation start; return {pid: name} with the ranks."""
         wanted = 2 * self.leaves
         self.until(lambda: len(list(self.folder.glob(f"ready-{generation}-*"))) >= wanted, "ready processes")
         return {each.pid: each.name for each in living(self.environ) if self._is_below_rank(each)}
@@ -153,11 +153,11 @@ class ChildRun:
         return each.session != self.process.pid and each.name not in OURS
 
     def ranks(self) -> list[int]:
-        """Those of the last generation, by the agent's own words."""
+        """The ranks of the last generation, from the agent's log."""
         return [int(pid) for pid in re.findall(r"is process (\d+)$", self.said(), re.M)][-2:]
 
     def gone_after(self, pids: dict[int, str], limit: float) -> tuple[float, list[str]]:
-        """(seconds until none of them lives, who still does after `limit`)."""
+        """Return (seconds until no process is alive, those still alive after `limit`)."""
         began = time.monotonic()
         while True:
             left = [each for each in living(self.environ) if each.pid in pids]
@@ -174,7 +174,7 @@ class ChildRun:
 
 
 class Trials:
-    """What all the ends have come to, by kind and way."""
+    """The results of all ends, by kind and by way of ending."""
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
@@ -190,7 +190,7 @@ class Trials:
         )
 
     def go_on_and_stop(self, kind: str, folder: Path) -> None:
-        """KILL of a rank, then a hang, then SIGTERM."""
+        """Kill a rank, cause a hang, then send SIGTERM."""
         run = ChildRun(kind, folder)
         try:
             pids = run.until_ready(generation := 0)

@@ -50,7 +50,7 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 
 
 class OwnData(Dataset[tuple[Tensor, Tensor]]):
-    """Map-style, one sample an index: what a person writes, and no library knows."""
+    """A typical map-style dataset that returns one sample per index, unknown to any library."""
 
     def __init__(self, inputs: Tensor, labels: Tensor) -> None:
         self.inputs, self.labels = inputs, labels
@@ -63,7 +63,7 @@ class OwnData(Dataset[tuple[Tensor, Tensor]]):
 
 
 def digits_folder(folder: Path) -> Path:
-    """The digits task's files, drawn once, where torchvision.datasets.MNIST looks for its own, too."""
+    """Generate the digits task's files once, where torchvision.datasets.MNIST also looks for its own."""
     prepare_digits(folder / "digits")
     seen = folder / "MNIST" / "raw"
     if not seen.exists():
@@ -73,7 +73,7 @@ def digits_folder(folder: Path) -> Path:
 
 
 def photographs_folder(folder: Path) -> Path:
-    """train/ and val/ with CLASSES folders of OF_EACH JPEGs each: soft colors with an ellipse in them."""
+    """Generate train/ and val/ with CLASSES directories of OF_EACH JPEGs: soft colors with an ellipse."""
     generator = torch.Generator().manual_seed(0)
     for part in ("train", "val"):
         for number in range(CLASSES * OF_EACH):
@@ -90,13 +90,13 @@ def photographs_folder(folder: Path) -> Path:
 
 
 def again(loader: DataLoader[Any]) -> Batches:
-    """Epoch after epoch, as a training loop reads it."""
+    """Read epoch after epoch, like a training loop."""
     while True:
         yield from loader
 
 
 def mnist(folder: Path, workers: int) -> Batches:
-    """What tutorials write."""
+    """Read MNIST as in tutorials."""
     from torchvision import datasets, transforms
 
     steps = [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
@@ -114,7 +114,7 @@ def image_folder(folder: Path, workers: int) -> Batches:
 
 
 def by_tandem(data: Any, batch_size: int, workers: int = 0) -> Batches:
-    """What a single rank of a run trains on."""
+    """Return the batches that a single rank of a run trains on."""
     config = DataConfig(batch_size=batch_size, workers=workers)
     reader = BatchReader(config, seed=0, rank=0, world_size=1, collate=None, device=torch.device("cpu"))
     for micro_batches in training_data(data, reader, None).steps(0, 1_000_000_000):
@@ -122,13 +122,13 @@ def by_tandem(data: Any, batch_size: int, workers: int = 0) -> Batches:
 
 
 def photographs_by_tandem(data: Any, workers: int) -> Batches:
-    """With the normalising that the task's model does, to compare floats with floats."""
+    """Include the normalization by the task's model, to compare floats with floats."""
     floats = normalized(nn.Identity(), MEAN, STD)
     return ((floats(images), labels) for images, labels in by_tandem(data, PHOTOGRAPHS, workers))
 
 
 class Pair(NamedTuple):
-    """A row: who of `readers` is compared with whom, and the least ratio."""
+    """A row: which two of `readers` are compared, and the target ratio."""
 
     name: str
     mine: str
@@ -174,14 +174,14 @@ def readers(folder: Path) -> dict[str, Callable[[], Batches]]:
 
 
 class Pace(NamedTuple):
-    """Samples a second, by the clock and by the CPU time of this process."""
+    """Samples per second, by wall time and by the CPU time of this process."""
 
     clock: float
     cpu: float
 
 
 def pace(batches: Batches, seconds: float) -> Pace:
-    """Over `seconds` of the clock, from when as many batches have come as workers make beforehand."""
+    """Measure for `seconds`, after as many batches as the workers load in advance."""
     for _ in islice(batches, LEAST_BATCHES):
         pass
     began, cpu, samples, number = time.perf_counter(), time.process_time(), 0, 0

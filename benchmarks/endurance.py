@@ -40,7 +40,7 @@ HELD = {
 
 
 def last_lines(file: Path) -> list[dict[str, Any]]:
-    """The last whole lines of a journal, which may be long; none before there is one."""
+    """Return the last complete lines of a journal, which may be long; none if there are none."""
     try:
         with file.open("rb") as journal:
             journal.seek(max(0, journal.seek(0, os.SEEK_END) - 8192))
@@ -55,7 +55,7 @@ def step_of(run: LiveRun) -> int:
 
 
 def held(run: LiveRun, temporary: Path) -> dict[str, float]:
-    """What the launch holds now."""
+    """Return the memory, threads and files that the launch has now."""
     found = {"memory": 0.0, "threads": 0.0, "open files": 0.0}
     for pid, _ in session_of(run.process.pid):
         process = Path(f"/proc/{pid}")
@@ -71,7 +71,7 @@ def held(run: LiveRun, temporary: Path) -> dict[str, float]:
 
 
 def kill_one(run: LiveRun) -> float:
-    """Seconds from the kill of a rank to the next world's first step."""
+    """Return the seconds from the kill of a rank to the first step of the next generation."""
 
     def began() -> list[float]:
         lines = last_lines(run.run_dir / "events.jsonl")
@@ -84,7 +84,7 @@ def kill_one(run: LiveRun) -> float:
 
 
 def reach(run: LiveRun, number: int, every: int) -> None:
-    """A random step between the kills before and after the one of this number."""
+    """Return a random step between the kills before and after kill `number`."""
     target = number * every + random.randrange(every // 4, 3 * every // 4)
     run.until(lambda: step_of(run) >= target, f"step {target}", LIMIT_SECONDS)
 
@@ -125,7 +125,7 @@ def endure(steps: int, kills: int, ranks: int, folder: Path) -> list[Row]:
 
 
 def left_alone(steps: int, ranks: int, folder: Path) -> list[Row]:
-    """What one launch holds while it trains, at each hundredth of its steps but the last."""
+    """Return the same values of a launch without kills, at each hundredth of its steps but the last."""
     found: dict[str, list[float]] = {what: [] for what in HELD}
     (folder / "run-tmp").mkdir()
     launch = ("tandem", "launch", "--nproc", str(ranks))

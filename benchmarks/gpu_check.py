@@ -46,7 +46,7 @@ HOST_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy")
 
 
 class Check(NamedTuple):
-    """Where checks are made: on a played GPU or a real one, below a folder, until a moment (monotonic)."""
+    """Run checks on a simulated or a real GPU, below a directory, until a deadline (monotonic)."""
 
     played: bool
     folder: Path
@@ -54,20 +54,20 @@ class Check(NamedTuple):
 
     @property
     def launcher(self) -> tuple[str, ...]:
-        """The module that is tandem here, with its verb."""
+        """The module to run as tandem, and its verb."""
         return ("played_gpu" if self.played else "tandem", "launch")
 
     def run(self, name: str, *words: object, limit: float = 150.0) -> tuple[Path, str]:
-        """`tandem launch` in a folder of its own, to its end: its run directory, its output.
+        """Run `tandem launch` to its end in its own directory; return its run directory and output.
 
-        Raises RuntimeError where it fails or `limit` seconds pass.
+        Raises RuntimeError if it fails or takes more than `limit` seconds.
         """
         run_dir = self.folder / name
         command = [sys.executable, "-m", *self.launcher, *QUIET, "--run-dir", run_dir, *words]
         return run_dir, self.output([str(word) for word in command], limit)
 
     def output(self, command: Sequence[str], limit: float, **environ: str) -> str:
-        """What a command says, all processes of which end with it. Raises RuntimeError as `run`."""
+        """Return the output of a command, and end all its processes with it. Raises RuntimeError as `run`."""
         left = self.deadline - time.monotonic()
         if not self.played:  # a CPU that plays a GPU may be busy with anything
             left = min(limit, left)
@@ -101,7 +101,7 @@ def _summary(run_dir: Path) -> dict[str, object]:
 
 
 def doctor(check: Check) -> list[Row]:
-    """What `tandem doctor` says of the GPU and its driver."""
+    """Check what `tandem doctor` reports about the GPU and its driver."""
     said = check.output([sys.executable, "-m", "tandem", "doctor"], 60.0)
     lines = dict(line.split(maxsplit=1) for line in said.splitlines() if line.startswith(("GPUs", "driver")))
     seen = f"GPUs {lines['GPUs']}; driver {lines['driver']}"
@@ -109,7 +109,7 @@ def doctor(check: Check) -> list[Row]:
 
 
 def digits(check: Check) -> list[Row]:
-    """The default task, on the GPU and on the CPU from the same seed."""
+    """Run the default task on the GPU and on the CPU, with the same seed."""
     words = ("--nproc", 1, "--task", "digits", "--steps", 60 if check.played else 500, "--log-every", 20)
     found = []
     for device in ("cuda", "cpu"):
@@ -123,7 +123,7 @@ def digits(check: Check) -> list[Row]:
 
 
 def killed(check: Check) -> list[Row]:
-    """Undisturbed, and with its rank killed: the weights, and how long the next step took to come."""
+    """Run without a fault and with a killed rank: compare the weights, and measure the recovery."""
     steps, width, kills, every = (120, 8, 1, 20) if check.played else (4000, 64, 2, 200)
     words = (*QUIET, "--nproc", 1, "--task", f"{TASKS}:ConvBySample", "--task.width", width)
     words = (*words, "--workers", 2, "--batch-size", 32)
@@ -155,9 +155,9 @@ def killed(check: Check) -> list[Row]:
 
 
 def recovery_beside_torchrun(check: Check) -> list[Row]:
-    """The same trainer and task under `tandem launch`, also with `--warm-gpu`, and under torchrun.
+    """Measure recovery under `tandem launch`, also with `--warm-gpu`, and under torchrun.
 
-    All save every 50 steps.
+    All use the same trainer and task, and save every 50 steps.
     """
     words = ("--device", "cuda", "--checkpoint-every", 50, "--steps", 10_000_000, "--log-every", 1000)
     torchrun = "torch.distributed.run --nproc-per-node 1 --max-restarts 9 -m tandem train".split()
@@ -213,7 +213,7 @@ def _stands_by(run: LiveRun) -> bool:
 
 
 def verified(check: Check) -> list[Row]:
-    """`tandem verify-resume`, which sets --deterministic on GPUs by itself."""
+    """Run `tandem verify-resume`, which sets --deterministic on GPUs."""
     words = ("--nproc", "1", "--task", f"{TASKS}:Conv", "--batch-size", "32", "--trials", "3")
     said = check.output([sys.executable, "-m", "tandem", "verify-resume", *words, "--device", "cuda"], 150.0)
     outcome = said.strip().splitlines()[-1]
@@ -221,10 +221,10 @@ def verified(check: Check) -> list[Row]:
 
 
 def two_ranks(check: Check, strategy: str = "ddp") -> list[Row]:
-    """Two nodes of one rank on one GPU, calm and with a rank killed: NCCL between ranks, and its errors.
+    """Run two nodes with one rank each on one GPU, without a fault and with a killed rank.
 
-    NCCL refuses two ranks with one GPU on one host, so each node is told that it is a host of its own; each
-    is a launch of its own, to which the GPU is its first.
+    This tests NCCL between ranks, and its errors. NCCL refuses two ranks that use one GPU of one host, so
+    each node gets another host name. Each node is a separate launch, for which the GPU is the first one.
     """
     steps, width = (40, 8) if check.played else (800, 64)
     words = ["--task", f"{TASKS}:Conv", "--task.width", width, "--batch-size", 32, "--steps", steps]
@@ -259,7 +259,7 @@ def two_ranks(check: Check, strategy: str = "ddp") -> list[Row]:
 
 
 def branches(check: Check) -> list[Row]:
-    """fp16 with clipping, and a layer that is frozen in the first epoch: other optimizers' steps."""
+    """Run fp16 with clipping, and a layer that is frozen in the first epoch: other paths of the optimizer."""
     rows = []
     for name, task, more in (
         ("fp16, --clip-norm", "Conv", ("--precision", "fp16", "--clip-norm", 1)),
@@ -274,7 +274,7 @@ def branches(check: Check) -> list[Row]:
 
 
 def synchronizations(check: Check) -> list[Row]:
-    """How often a step makes the host wait for the device."""
+    """Count how often a step makes the host wait for the device."""
     steps = 40
     words = ("--nproc", 1, "--task", f"{TASKS}:Conv", "--batch-size", 32, "--steps", 3 * steps)
     words = (
@@ -309,7 +309,7 @@ def synchronizations(check: Check) -> list[Row]:
 
 
 def snapshots(check: Check) -> list[Row]:
-    """What snapshots cost: a text model with AdamW's state, 1.5 GB, with and without them, twice."""
+    """Measure what snapshots cost: a text model with 1.5 GB of AdamW state, with and without, twice."""
     rates: dict[str, list[float]] = {"auto": [], "never": []}
     for number in range(2):
         for every in ("auto", "never") if number % 2 else ("never", "auto"):
@@ -331,7 +331,7 @@ def _gpt(scale: str) -> tuple[object, ...]:
 def beside_bare_loops(
     check: Check, scale: str = "full", device: str = "cuda", rounds: int = 2, *, names: Sequence[str]
 ) -> list[Row]:
-    """ResNet-50 and a 124M GPT in bf16: tandem's step beside the same in a loop without any framework."""
+    """Compare a step of ResNet-50 and a 124M GPT in bf16 with a bare loop without a framework."""
     compiled = device == "cuda" and any(map(shutil.which, ("cc", "gcc", "clang")))
     of = {"Resnet50": ("Resnet50", 128, ("--channels-last",)), "Gpt124m": ("Gpt124m", 16, ())}
     rows = []
@@ -374,7 +374,7 @@ def beside_bare_loops(
 
 
 def graphs(check: Check) -> list[Row]:
-    """The default task compiled, with CUDA graphs and without: pace, and that both learn the same."""
+    """Run the compiled default task with and without CUDA graphs: speed, and equal losses."""
     rates, losses = [], []
     for mode in ("reduce-overhead", "default"):
         words = ("--nproc", 1, "--task", "digits", "--steps", 400, "--compile", mode)
@@ -418,7 +418,7 @@ CHECKS: dict[str, tuple[Callable[[Check], list[Row]], bool]] = {
 
 
 def rows_of(names: Sequence[str], played: bool, seconds: float) -> list[Row]:
-    """The rows of some checks; one that fails says how in a row of its own."""
+    """Return the rows of some checks; a check that fails becomes a row with the reason."""
     table: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="tandem-gpu-check-") as folder:
         os.environ.update(played_gpu.environment(Path(folder) / "notes") if played else _environment())

@@ -29,7 +29,7 @@ TIMES = "GPU_CHECK_TIMES"
 
 
 class Scale(NamedTuple):
-    """How much is computed: batch sizes, a picture's side, a text's length, the model's width and depth."""
+    """The amount of computation: batch sizes, image size, text length, and the model's width and depth."""
 
     pictures: int
     side: int
@@ -55,7 +55,7 @@ def _wait() -> None:
 
 @dataclass
 class Timed:
-    """A task that notes how long its steps took."""
+    """A task that records how long its steps took."""
 
     scale: str = "full"
     began = 0.0
@@ -85,7 +85,7 @@ class Timed:
 
 
 class Resnet50(Timed):
-    """Pictures travel as bytes and are normalized on the device."""
+    """Images travel as bytes and are normalized on the device."""
 
     @property
     def batch_size(self) -> int:
@@ -113,7 +113,7 @@ class Resnet50(Timed):
 
 
 class Block(nn.Module):
-    """Attention and a layer of 4 times the width, each behind a norm, as in GPT-2."""
+    """Attention and a layer of 4 times the width, each after a norm, as in GPT-2."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Transformer(nn.Module):
 
 
 class Gpt124m(Timed):
-    """GPT-2 small without dropout, on tokens drawn at random."""
+    """GPT-2 small without dropout, on random tokens."""
 
     @property
     def batch_size(self) -> int:
@@ -170,7 +170,7 @@ class Gpt124m(Timed):
 
 @dataclass
 class Conv:
-    """Where kernels may add in any order: convolutions, products; and dropout, batch norm."""
+    """Operations whose kernels may sum in any order (convolutions, products), dropout and batch norm."""
 
     width: int = 64
 
@@ -191,7 +191,7 @@ class Conv:
 
 
 class BySample(Dataset[Any]):
-    """Rows that are asked for one at a time, so that loader processes have something to do."""
+    """Rows that are read one at a time, so that loader processes have work."""
 
     def __init__(self, rows: TensorRows) -> None:
         self.rows = rows
@@ -210,7 +210,7 @@ class ConvBySample(Conv):
 
 
 class Frozen(Conv):
-    """Its first convolution is trained from the second epoch on."""
+    """Its first convolution is frozen in the first epoch."""
 
     def freeze(self, model: nn.Module, epoch: int) -> None:
         next(model.parameters()).requires_grad_(epoch > 0)
@@ -220,7 +220,7 @@ TASKS: dict[str, Callable[[str], Timed]] = {"Resnet50": Resnet50, "Gpt124m": Gpt
 
 
 def bare(name: str, scale: str, device: torch.device, compiled: bool) -> float:
-    """Milliseconds per step of the loop that a person writes by hand."""
+    """Return the milliseconds per step of a hand-written loop."""
     task = TASKS[name](scale)
     model: Any = task.build_model().to(device)
     if name == "Resnet50" and device.type == "cuda":

@@ -32,7 +32,7 @@ def run(*words: str) -> None:
 
 
 class Cable:
-    """Two network namespaces of this process alone; 10.78.0.1 and 10.78.0.2 at the ends."""
+    """Two network namespaces of this process; the ends of the cable are 10.78.0.1 and 10.78.0.2."""
 
     def __init__(self) -> None:
         self.machines = [f"tandem-{os.getpid()}-{end}" for end in (0, 1)]
@@ -61,7 +61,7 @@ class Cable:
 
 
 def train(rank: int, width: int, steps: int) -> dict[str, tuple[int, list[float]]]:
-    """{compression: (bytes, milliseconds) of a step}, as one of the two ranks."""
+    """Return {compression: (bytes, milliseconds) of a step}, as one of the two ranks."""
     import torch
 
     sys.path.insert(0, str(HERE))
@@ -104,7 +104,7 @@ def train(rank: int, width: int, steps: int) -> dict[str, tuple[int, list[float]
 
 
 def measure(cable: Cable, width: int, steps: int, folder: Path) -> dict[str, tuple[int, list[float]]]:
-    """What rank 0 has found. Raises SystemExit with the ranks' words where one fails."""
+    """Return the results of rank 0. Raises SystemExit with the ranks' output if one fails."""
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "cable"}
     ranks = []
     for rank, machine in enumerate(cable.machines):

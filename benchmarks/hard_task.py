@@ -42,7 +42,7 @@ class Net(nn.Module):
 
 
 class NoisyRows(Dataset[tuple[Tensor, Tensor]]):
-    """Rows of numbers, each time with other noise; row 7 may be spoiled."""
+    """Rows of numbers with new noise each time; row 7 may contain NaN."""
 
     def __init__(self, noise: bool, spoiled: bool) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -64,7 +64,7 @@ class NoisyRows(Dataset[tuple[Tensor, Tensor]]):
 
 @dataclass
 class Hard:
-    """See the top of the file."""
+    """See the module's docstring."""
 
     own: bool = False
     spoiled: bool = False

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 
 class TutorialNet(nn.Module):
-    """Pictures [B, 1, 28, 28] -> logits [B, 10]."""
+    """Images [B, 1, 28, 28] -> logits [B, 10]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class TutorialNet(nn.Module):
 
 
 class ExampleNet(nn.Module):
-    """Pictures [B, 1, 28, 28] -> logits [B, 10]."""
+    """Images [B, 1, 28, 28] -> logits [B, 10]."""
 
     def __init__(self) -> None:
         super().__init__()

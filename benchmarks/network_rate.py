@@ -38,7 +38,7 @@ class Row:
 
 
 def measure(image: str, nodes: int, rate: str) -> float:
-    """Milliseconds of the backward pass per step. Raises ClusterError when the run fails."""
+    """Return the milliseconds of the backward pass per step. Raises ClusterError if the run fails."""
     cluster = Cluster(
         PROJECT,
         {

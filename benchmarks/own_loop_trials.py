@@ -27,7 +27,7 @@ NAMES = ("gan", "ema_frozen", "stream_lm", "distillation", "own_collective")
 
 
 def rows(worlds: Sequence[int] = (1, 2), kills: int = 10, names: Sequence[str] = NAMES) -> list[Row]:
-    """A row for each example and number of ranks. Says every killed run on stderr."""
+    """Return a row for each example and number of ranks. Log every killed run on stderr."""
     return [_row(name, world_size, kills) for name in names for world_size in worlds]
 
 

@@ -50,7 +50,7 @@ CALLS = 5
 
 
 def cpu_ms(work: Callable[[], object], calls: int = CALLS) -> float:
-    """Milliseconds of CPU time, all threads of this process together, of one call; the median."""
+    """Return the median CPU time of a call in milliseconds, over all threads of this process."""
     work()
     taken = []
     for _ in range(calls):
@@ -61,7 +61,7 @@ def cpu_ms(work: Callable[[], object], calls: int = CALLS) -> float:
 
 
 def row(name: str, ms: float, every: float | None = None) -> Row:
-    """`every`: seconds between two such calls, of what is done all the time."""
+    """Return a row; `every`: seconds between two such calls, for repeated work."""
     share = f"{ms / 10 / every:.1f}% of a core" if every else ""
     return Row(
         name, CALLS, f"{ms:.2f} ms", "", share, f"at most {LIMIT_MS:g} ms", ms <= LIMIT_MS, seconds=ms / 1000
@@ -90,7 +90,7 @@ def placement(nodes: int) -> Row:
 
 
 def consensus(ranks: int) -> Row:
-    """Rank 0's part of one step's agreement; the sum over ranks is inside the gradient all-reduce."""
+    """Measure rank 0's part of a step's consensus; the sum over ranks is inside the gradient all-reduce."""
     group: Any = SimpleNamespace(device=torch.device("cpu"), size=ranks)
     reader, numbers = ConsensusReader(group, ["accuracy"]), torch.tensor([0.5, 3.0, 4.0])
 
@@ -102,7 +102,7 @@ def consensus(ranks: int) -> Row:
 
 
 def stragglers(ranks: int, per_node: int) -> Row:
-    """From the gathered tensor to metrics and the page's rows."""
+    """Measure from the gathered tensor to metrics and the page's rows."""
     everyones = torch.rand(ranks, ROW_LENGTH, dtype=torch.float64)
     everyones[:, 0] = torch.arange(ranks) // per_node
     watch, registry = StragglerWatch(), Registry()
@@ -116,7 +116,7 @@ def stragglers(ranks: int, per_node: int) -> Row:
 
 
 def page(nodes: int, per_node: int) -> Row:
-    """What a scrape reads: all that is shown of so many nodes."""
+    """Measure a scrape: everything that is shown for this many nodes."""
     registry, said = Registry(), _samples_of_a_node(per_node)
     for node in range(1, nodes):
         registry.apply_node(node, said)
@@ -156,7 +156,7 @@ def beats_of(node: int, per_node: int) -> list[Beat]:
 
 
 def pulse(nodes: int, per_node: int) -> list[Row]:
-    """Node 0 reads what other nodes say of their ranks, and judges."""
+    """Measure how node 0 reads the other nodes' heartbeats and judges them."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
     client = TCPStore("127.0.0.1", store.port, is_master=False)
     registry, said = Registry(), pack_samples(_samples_of_a_node(per_node))
@@ -205,7 +205,7 @@ def pulse(nodes: int, per_node: int) -> list[Row]:
 
 
 def rendezvous(nodes: int) -> Row:
-    """A keep-alive of node 0: the shared state of torch's rendezvous read and written once."""
+    """Measure a keep-alive of node 0: the shared state of torch's rendezvous, read and written once."""
     state, now = _RendezvousState(), datetime.now(UTC)
     for index in range(nodes):
         node = _NodeDesc(f"{index:06d}.node{index}", 1000, index)
@@ -225,7 +225,7 @@ def rendezvous(nodes: int) -> Row:
 
 
 def sampler(samples: int) -> list[Row]:
-    """Every rank computes its own samples of the next steps, wherever the run begins."""
+    """Measure how each rank computes its samples of the next steps, from any step of the run."""
     target, places = f"at most {LIMIT_MS:g} ms and 1 MB", slice(None)
     found = []
     for place, step in (("first step", 0), ("step 10,000,000", 10_000_000)):
@@ -249,7 +249,7 @@ def _new_order(samples: int) -> GlobalOrder:
 
 
 def _peak_bytes(samples: int, step: int, places: slice) -> int:
-    """The most memory of an order from its start to its first step: NumPy's arrays, and what it keeps."""
+    """Return the peak memory of an order from its start to its first step, in NumPy's arrays."""
     tracemalloc.start()
     order = _new_order(samples)
     order.indices(step, places)
@@ -259,7 +259,7 @@ def _peak_bytes(samples: int, step: int, places: slice) -> int:
 
 
 def _each_step(samples: int, share: int) -> Row:
-    """Steps one after the other, of which every few compute the next ones."""
+    """Run steps one after another; every few of them compute the next ones."""
     order, steps = GlobalOrder(samples, share, seed=0), 10 * STEPS_AT_ONCE
     ms = cpu_ms(lambda: [order.indices(step, slice(None)) for step in range(steps)]) / steps
     return Row(

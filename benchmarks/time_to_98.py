@@ -41,9 +41,9 @@ MARK = "TIME_TO_98"  # in the environment of all processes of a run
 
 
 class Taken(NamedTuple):
-    """Seconds to the accuracy, the CPU time of all processes until then, and the line that said it.
+    """Seconds to the accuracy, the CPU time of all processes until then, and the line that showed it.
 
-    `reached` False: the limit, and the last such line.
+    `reached` False: the limit was hit; the last such line.
     """
 
     seconds: float
@@ -81,7 +81,7 @@ CONTENDERS = {
 
 
 def time_to(accuracy: float, command: Sequence[str], folder: Path, limit: float) -> Taken:
-    """Start the command and read what it says. Raises SystemExit where it ends before."""
+    """Start the command and read its output. Raises SystemExit if it ends too early."""
     foreign = ("TANDEM_", "OMP_", "PYTHONPATH")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     mark = str(time.monotonic_ns())
@@ -125,7 +125,7 @@ def time_to(accuracy: float, command: Sequence[str], folder: Path, limit: float)
 
 
 def cpu_seconds(mark: str) -> float:
-    """Of all processes with that mark, and of those that have ended below them."""
+    """Return the CPU time of all processes with that mark, and of their ended children."""
     ticks = 0
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -164,7 +164,7 @@ def measure(
 
 
 def _rows(who: str, name: str, mine: list[Taken], control: list[Taken], accuracy: float) -> list[Row]:
-    """By the clock, and by CPU time."""
+    """Return the rows by wall time and by CPU time."""
     clock, cpu = (
         statistics.median(b[of] / a[of] for a, b in zip(mine, control, strict=True)) for of in (0, 1)
     )
