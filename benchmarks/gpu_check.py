@@ -58,9 +58,9 @@ class Check(NamedTuple):
         return ("played_gpu" if self.played else "tandem", "launch")
 
     def run(self, name: str, *words: object, limit: float = 150.0) -> tuple[Path, str]:
-        """Run `tandem launch` to its end in its own directory; return its run directory and output.
+        """`tandem launch` in a folder of its own, to its end: its run directory, its output.
 
-        Raises RuntimeError if it fails or takes more than `limit` seconds.
+        Raises RuntimeError where it fails or `limit` seconds pass.
         """
         run_dir = self.folder / name
         command = [sys.executable, "-m", *self.launcher, *QUIET, "--run-dir", run_dir, *words]
@@ -309,7 +309,7 @@ def synchronizations(check: Check) -> list[Row]:
 
 
 def snapshots(check: Check) -> list[Row]:
-    """Measure what snapshots cost: a text model with 1.5 GB of AdamW state, with and without, twice."""
+    """What snapshots cost: a text model with AdamW's state, 1.5 GB, with and without them, twice."""
     rates: dict[str, list[float]] = {"auto": [], "never": []}
     for number in range(2):
         for every in ("auto", "never") if number % 2 else ("never", "auto"):

@@ -55,7 +55,7 @@ def _wait() -> None:
 
 @dataclass
 class Timed:
-    """A task that records how long its steps took."""
+    """A task that notes how long its steps took."""
 
     scale: str = "full"
     began = 0.0
