@@ -34,7 +34,7 @@ from tandem.data.sampler import STEPS_AT_ONCE, GlobalOrder
 from tandem.distributed.consensus import ConsensusReader, pack, proposal_slots
 from tandem.launch.membership import LastCall
 from tandem.launch.rendezvous_state import STATE_KEY, WatchfulBackend, poll_intervals
-from tandem.launch.watchdog import NODES_AT_ONCE, Watchdog, _NodeWords
+from tandem.launch.watchdog import NODES_AT_ONCE, Watchdog, _NodeBeats
 from tandem.platforms.placement import detect
 from tandem.telemetry import metrics
 from tandem.telemetry.hangs import Beat, judge
@@ -170,7 +170,7 @@ def pulse(nodes: int, per_node: int) -> list[Row]:
         number += 1
         said = pack_samples([each._replace(value=float(number)) for each in _samples_of_a_node(per_node)])
         for node in others:
-            words = _NodeWords(number, [asdict(beat) for beat in beats_of(node, per_node)], time.time())
+            words = _NodeBeats(number, [asdict(beat) for beat in beats_of(node, per_node)], time.time())
             store.set(f"g/pulse/{node}", json.dumps(asdict(words)))
             store.set(f"metrics/{node}", said)
 

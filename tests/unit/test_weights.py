@@ -18,7 +18,7 @@ from tandem.checkpoint.store import CheckpointStore
 from tandem.config.slices import ComputeConfig, ExchangeConfig
 from tandem.distributed.strategy.single import SingleStrategy
 from tandem.errors import ConfigError
-from tandem.training.weights import PREFIXES, Initial, match_weights, read_weights, tensors_in
+from tandem.training.weights import PREFIXES, InitialWeights, match_weights, read_weights, tensors_in
 
 
 class Net(nn.Module):
@@ -59,7 +59,7 @@ def test_containers_and_prefixes(tmp_path: Path, container: str | None, prefix: 
         saved = {container: saved, "optimizer": {"state": {}}, "epoch": 3}
     torch.save(saved, tmp_path / "weights.pth")
     model = Net()
-    Initial(read(tmp_path / "weights.pth"), tmp_path, True).load(single(), model)
+    InitialWeights(read(tmp_path / "weights.pth"), tmp_path, True).load(single(), model)
     assert all(torch.equal(value, mine[name]) for name, value in model.state_dict().items())
 
 
@@ -89,7 +89,7 @@ def test_another_head_loads_all_but_the_head_and_says_so(
     torch.save({**state_of(classes=10), "extra": torch.ones(1)}, tmp_path / "other.pt")
     model = Net()
     before = model.head.weight.clone()
-    initial = Initial(read(tmp_path / "other.pt"), tmp_path / "other.pt", False)
+    initial = InitialWeights(read(tmp_path / "other.pt"), tmp_path / "other.pt", False)
     with caplog.at_level("INFO"):
         initial.load(single(), model)
     assert torch.equal(model.head.weight, before)
@@ -103,20 +103,20 @@ def test_another_head_loads_all_but_the_head_and_says_so(
     assert "head.weight is (10, 8) in the file but (3, 8) in the model" in caplog.messages[-1]
     assert caplog.messages[1].endswith("and 3 more")
     with pytest.raises(ConfigError, match=r"67\.5%.*--init-strict requires all \(head\.weight is \(10, 8\)"):
-        Initial(initial.tensors, initial.source, True).load(single(), model)
+        InitialWeights(initial.tensors, initial.source, True).load(single(), model)
 
 
 def test_a_hundred_percent_is_all(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(3000, 1)
     with caplog.at_level("INFO"):
-        Initial({"weight": model.weight.detach()}, PurePath("most.pt"), False).load(single(), model)
+        InitialWeights({"weight": model.weight.detach()}, PurePath("most.pt"), False).load(single(), model)
     assert caplog.messages[0] == "starting from most.pt: 99.9% of the model's parameters (3,000 of 3,001)"
 
 
 def test_what_loads_nothing_is_an_error() -> None:
     other = {name: value for name, value in nn.Linear(5, 5).state_dict().items()}
     with pytest.raises(ConfigError, match=r"has 0\.0% .*nothing can be loaded .*use weights of this model$"):
-        Initial(other, PurePath("other.pt"), False).load(single(), Net())
+        InitialWeights(other, PurePath("other.pt"), False).load(single(), Net())
 
 
 def test_safetensors(tmp_path: Path) -> None:

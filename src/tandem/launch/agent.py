@@ -31,7 +31,7 @@ from tandem.launch.spares import PlaceLostError, Places, places_of
 from tandem.launch.watchdog import SlowRanks, Watchdog
 from tandem.telemetry.hangs import Beat
 from tandem.timeouts import LEAVE_SECONDS
-from tandem.torch_private import hasten_rendezvous
+from tandem.torch_private import shorten_rendezvous_waits
 
 log = logging.getLogger("tandem.agent")
 
@@ -58,7 +58,7 @@ def run_agent(node: NodeContext) -> AgentReport:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     placement = node.placement
     # torch's engine polls once a second, which every restart would have to wait for.
-    hasten_rendezvous(poll_intervals(placement.nodes).poll_seconds)
+    shorten_rendezvous_waits(poll_intervals(placement.nodes).poll_seconds)
     # Once, and not per connection: the other nodes keep using this store while this agent rejoins.
     server = node.endpoint.host() if placement.node_rank == 0 else None
     if server is not None and node.endpoint.is_open:
@@ -136,7 +136,7 @@ def _run_connections(
         except PeerLostError as error:
             code = error.exit_code
             reason = str(error)
-            # This node was not let in. The check opens its own connection, which a gate would refuse.
+            # This node was not admitted, so the proxy server would also refuse the check's own connection.
             _say_what_is_wrong(node)
         except TandemError as error:
             code = error.exit_code

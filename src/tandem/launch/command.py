@@ -80,7 +80,7 @@ def _launch(flags: Flags, environ: Environment, program: Program | None) -> int:
     run, settings, placement, chosen = _begin(flags, environ, program)
     if placement.rank is not None and program is None:
         return _train(run, settings, placement, chosen)
-    work = _work_of(program, run, settings, chosen)
+    work = _workload_of(program, run, settings, chosen)
     work.check(placement, lambda: gpus_of(environ))
     if placement.starts_all:
         refuse_if_owned(run.where)  # fail early; node 0 takes the lease only once it has started
@@ -106,15 +106,17 @@ def _notify_flag(settings: Settings) -> list[str]:
     return ["--notify", webhook.address] if webhook is not None and webhook.address else []
 
 
-def _work_of(program: Program | None, run: RunDir, settings: Settings, chosen: frozenset[str]) -> Workload:
+def _workload_of(
+    program: Program | None, run: RunDir, settings: Settings, chosen: frozenset[str]
+) -> Workload:
     """Import only what this kind needs: a program runs without tasks, data and training."""
     if program is not None:
-        from tandem.work.program import ProgramWork
+        from tandem.work.program import ProgramWorkload
 
-        return ProgramWork(program, run, settings, chosen, partial(hint, program))
-    from tandem.work.task import TaskWork
+        return ProgramWorkload(program, run, settings, chosen, partial(hint, program))
+    from tandem.work.task import TaskWorkload
 
-    return TaskWork(run, settings, chosen)
+    return TaskWorkload(run, settings, chosen)
 
 
 def train(flags: Flags, environ: Environment) -> int:

@@ -330,7 +330,7 @@ class NodeAgent(SimpleElasticAgent):
                 # Only now: standby processes would compete with a starting generation for the cores.
                 if now > next_fork:
                     next_fork = now + STANDBY_SECONDS
-                    self._workers.stand_by(self._node.nproc)
+                    self._workers.start_standby(self._node.nproc)
             # Not while ranks end: their exit codes decide first, and a stop must not be lost to a restart.
             if membership.is_awaited() and not ended and self._stopping is None:
                 return None

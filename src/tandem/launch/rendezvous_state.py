@@ -30,7 +30,7 @@ from tandem.timeouts import (
     TORCH_KEEP_ALIVE_SECONDS,
     TORCH_POLL_SECONDS,
 )
-from tandem.torch_private import handler_pace, hasten_handler, nodes_here, rendezvous_kinds
+from tandem.torch_private import handler_intervals, nodes_here, rendezvous_kinds, shorten_handler_waits
 
 log = logging.getLogger("tandem.agent")
 
@@ -144,9 +144,9 @@ def handler_of(
         high,
         local_addr=address or f"{placement.node_rank:06d}.{placement.local_name}",
         timeout=timeout,
-        **handler_pace(pace.alive_seconds, KEEP_ALIVE_ATTEMPTS, pace.backoff_seconds),
+        **handler_intervals(pace.alive_seconds, KEEP_ALIVE_ATTEMPTS, pace.backoff_seconds),
     )
-    hasten_handler(handler, pace.poll_seconds)
+    shorten_handler_waits(handler, pace.poll_seconds)
     return handler
 
 

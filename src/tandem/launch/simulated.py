@@ -190,7 +190,7 @@ class SimulatedNode:
         words = [*self._arguments, *more, *self._program]
         default_hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
         self._process = self._context.Process(
-            target=_be_a_node, args=(words, self._output, self._variables, default_hangup)
+            target=_run_node, args=(words, self._output, self._variables, default_hangup)
         )
         start(self._process)
 
@@ -229,7 +229,7 @@ class SimulatedNode:
         return fields[0] if fields and fields[0] not in "ZX" else ""
 
 
-def _be_a_node(
+def _run_node(
     words: Sequence[str], output: Path | None, variables: Mapping[str, str], default_hangup: bool
 ) -> None:
     """Become a node, in a new process forked by the launcher's fork server."""

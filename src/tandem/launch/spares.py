@@ -23,9 +23,9 @@ from tandem.launch.node_context import NodeContext
 from tandem.launch.places import (  # fmt: skip
     MOST_FAILURES,
     NO_PLACE,
-    Change,
     NodeReport,
     PlaceTable,
+    Reassignment,
     from_text,
     report_from,
     to_text,
@@ -165,7 +165,7 @@ class OwnPlace(Places):
             # Not at once: the ranks of a generation that starts need the cores.
             if has_said and now > next_fork:
                 next_fork = now + STANDBY_SECONDS
-                node.workers.stand_by(node.nproc)
+                node.workers.start_standby(node.nproc)
             time.sleep(self._pause)
 
     def check(self, store: TCPStore) -> None:
@@ -312,7 +312,7 @@ class AllPlaces(Places):
             store.set(PLACES_KEY, to_text(table.holders))
         self._show(changes, table.waiting(now))
 
-    def _show(self, changes: list[Change], waiting: list[int]) -> None:
+    def _show(self, changes: list[Reassignment], waiting: list[int]) -> None:
         for change in (each for each in changes if each.why):
             text = "node %d %s; node %d takes its place"
             if change.is_left_out:

@@ -187,7 +187,7 @@ class _Heard:
 
 
 @dataclass(frozen=True)
-class _NodeWords:
+class _NodeBeats:
     """A node's report of its ranks: a number that changes with each report, the beats, and its wall clock."""
 
     number: int
@@ -421,7 +421,7 @@ class Watchdog:
         for key, value in read_all(store, list(keys), self._known_keys).items():
             node = keys[key]
             try:
-                words = checked(_NodeWords, json.loads(value))
+                words = checked(_NodeBeats, json.loads(value))
                 beats = [checked(Beat, beat) for beat in words.beats]
             except (ValueError, RecursionError) as error:  # counts as silence
                 log.debug("node %d says what is no heartbeat: %s", node, error)
@@ -459,7 +459,7 @@ class Watchdog:
                 self._alarm = alarm
 
     def _tell_beats(self, store: TCPStore, generation: str, beats: list[dict[str, Any]]) -> None:
-        words = _NodeWords(time.monotonic_ns(), beats, time.time())
+        words = _NodeBeats(time.monotonic_ns(), beats, time.time())
         store.set(f"{generation}/pulse/{self._node}", json.dumps(asdict(words)))
 
     def _tell_samples(self, store: TCPStore) -> None:

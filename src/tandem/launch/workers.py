@@ -201,9 +201,9 @@ def _position_in(start: RankStart | None) -> Position | None:
 class Workers:
     """This node's ranks of one generation after another, running `function`. Not thread-safe.
 
-    Each rank is a new process. While a generation trains, `stand_by` forks the processes of the next one in
-    advance; they call `warm_up(job, expected start)` before they wait. Both functions are sent to the fork
-    server by name, so they are those of a module. `bound_to` maps a
+    Each rank is a new process. While a generation trains, `start_standby` forks the processes of the next
+    one; they call `warm_up(job, expected start)` before they wait. Both functions are sent to the fork server
+    by name, so they must be functions of a module. `bound_to` maps a
     position to a standby key: a standby process only becomes a rank whose position has the same key, because
     it has already read its rank or opened its GPU.
     """
@@ -235,7 +235,7 @@ class Workers:
                 rank.lifeline.send(each)
         return {local_rank: int(rank.process.pid or 0) for local_rank, rank in self._ranks.items()}
 
-    def stand_by(self, count: int) -> None:
+    def start_standby(self, count: int) -> None:
         """Fork one more process for the next generation, unless `count` are waiting (takes about 30 ms).
 
         Discards processes whose key no rank of this generation has, because this node's ranks have changed.

@@ -50,7 +50,7 @@ from tandem.training.saving import warn_of_unsaved_scores
 from tandem.training.shapes import check_model
 from tandem.training.shards import ShardedReading, check_shared
 from tandem.training.train_state import TrainState, recall
-from tandem.training.weights import saved_at, tensors_in
+from tandem.training.weights import load_saved, tensors_in
 
 log = logging.getLogger("tandem.run")
 
@@ -76,7 +76,7 @@ def score(settings: Settings, start: RankStart, source: str) -> dict[str, float]
     strategy = strategies.load_to_evaluate(settings.compute.strategy, world)
     model = strategy.shard(strategy.build(lambda: model_of(task, world.devices)))
     # A run that still trains may save a newer checkpoint at any time, so one rank chooses for all.
-    saved = saved_at(source) if world.is_first else None
+    saved = load_saved(source) if world.is_first else None
     state = broadcast_state(world, saved.state if saved else None, {})
     task.moment.resume(*world.broadcast_json([saved.step, saved.epoch_steps] if saved else None))
     weights = tensors_in(state)

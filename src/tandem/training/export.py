@@ -26,7 +26,7 @@ from tandem.tasks.mistakes import kind, mistake
 from tandem.text import one_line
 from tandem.training.shapes import check_model
 from tandem.training.train_state import recall
-from tandem.training.weights import Saved, saved_at, tensors_in
+from tandem.training.weights import SavedCheckpoint, load_saved, tensors_in
 
 SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt", "dcp": ".dcp"}
 
@@ -39,7 +39,7 @@ def export(source: str, kind: str, output: Path | None) -> str:
     """
     write = _writers()[kind]
     try:
-        saved = saved_at(source)
+        saved = load_saved(source)
     except UnloadableError as error:
         raise ConfigError(str(error)) from error
     try:
@@ -56,7 +56,7 @@ def export(source: str, kind: str, output: Path | None) -> str:
     )
 
 
-def path_for(saved: Saved, suffix: str, output: Path | None) -> Path:
+def path_for(saved: SavedCheckpoint, suffix: str, output: Path | None) -> Path:
     """Return the output path. Raises ConfigError if it already exists."""
     path = output or Path(f"{saved.run_name}-step-{saved.step}{suffix}")
     # A broken link counts, too, because os.replace would overwrite it.
@@ -65,7 +65,7 @@ def path_for(saved: Saved, suffix: str, output: Path | None) -> Path:
     return path
 
 
-def facts_of(saved: Saved, digest: str) -> dict[str, str]:
+def facts_of(saved: SavedCheckpoint, digest: str) -> dict[str, str]:
     """Return the metadata for file formats that can store it next to the tensors."""
     task = str(saved.info.get("task", ""))
     # transformers refuses a safetensors file without this format.
@@ -163,7 +163,7 @@ class ExampleCall(NamedTuple):
 
 
 def export_model(
-    source: str, form: str, output: Path | None, settings_of: Callable[[Saved], Settings]
+    source: str, form: str, output: Path | None, settings_of: Callable[[SavedCheckpoint], Settings]
 ) -> str:
     """Write the model with the weights at `source` in the format `form`; return a line about it.
 
@@ -171,7 +171,7 @@ def export_model(
     such checkpoint, for weights of another model, for a model that cannot be exported, and if the ONNX
     model's output differs.
     """
-    saved = saved_at(source)
+    saved = load_saved(source)
     settings = settings_of(saved)
     path = path_for(saved, "" if form == "hf" else f".{form}", output)
     state = saved.state

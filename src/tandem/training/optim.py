@@ -25,7 +25,7 @@ from tandem.text import one_line
 # The learning rate of each step according to the settings.
 
 
-class Rates:
+class LearningRates:
     """A pure function of the step, so it has no state to save.
 
     It depends on the global batch size, not on the number of ranks.
@@ -263,7 +263,7 @@ class Schedule:
             {name: deepcopy(group[name]) for name in group if name in SCHEDULED or name not in names}
             for group, names in zip(optimizer.param_groups, before, strict=True)
         ]
-        self._rates = Rates(config, batch_size, epoch_steps, planned)
+        self._rates = LearningRates(config, batch_size, epoch_steps, planned)
         self._fixed = "build_optimizer" in task.own
         self._config = config
 

@@ -41,7 +41,7 @@ from tandem.log import counted
 from tandem.telemetry import metrics
 from tandem.telemetry.recorder import Recorder
 from tandem.training.shards import ShardedReading, newest_of_all
-from tandem.training.weights import Initial, read_weights
+from tandem.training.weights import InitialWeights, read_weights
 
 log = logging.getLogger("tandem.run")
 
@@ -69,7 +69,7 @@ class ResumePoint:
     is_from_memory: bool = False
     slot: int | None = None
     generation: int = 0
-    weights: Initial | None = None
+    weights: InitialWeights | None = None
     scores: Mapping[str, float] = field(default_factory=dict)
     ended_of: int = 0
     data: Mapping[str, Any] = field(default_factory=dict)
@@ -299,10 +299,10 @@ def _listed(names: Collection[str]) -> str:
     return ", ".join(sorted(map(str, names))) or "none"
 
 
-def _weights(world: ProcessGroup, source: PurePath, strict: bool, download: bool) -> Initial:
+def _weights(world: ProcessGroup, source: PurePath, strict: bool, download: bool) -> InitialWeights:
     """Read the weights on rank 0 and broadcast them."""
     raw = world.on_first(lambda: read_weights(source, download))
-    return Initial(deserialize(world.broadcast_bytes(raw)), source, strict)
+    return InitialWeights(deserialize(world.broadcast_bytes(raw)), source, strict)
 
 
 # Rank 0 passes these to the others, which therefore need no access to the run directory.

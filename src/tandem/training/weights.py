@@ -59,7 +59,7 @@ def read_weights(source: PurePath, download: bool) -> bytes:
     try:
         if isinstance(source, Path) and is_file(source):
             return serialize(tensors_in(_state_in(source)))
-        return serialize(tensors_in(saved_at(str(source)).state))
+        return serialize(tensors_in(load_saved(str(source)).state))
     except CheckpointError as error:
         raise ConfigError(
             f"--init-from {source}: {error}; save only the weights: torch.save(model.state_dict(), FILE)"
@@ -88,7 +88,7 @@ def _state_in(path: Path) -> Mapping[str, Any]:
         raise CheckpointError(f"not a valid safetensors file ({one_line(error)})") from error
 
 
-class Saved(NamedTuple):
+class SavedCheckpoint(NamedTuple):
     """A valid checkpoint in `directory`: its whole state, and the content of its manifest."""
 
     directory: PurePath
@@ -107,7 +107,7 @@ class Saved(NamedTuple):
         return (self.directory.parent if self.directory.name == layout.CHECKPOINTS else self.directory).name
 
 
-def saved_at(source: str) -> Saved:
+def load_saved(source: str) -> SavedCheckpoint:
     """Return the newest valid checkpoint at `source`, or the step that it names. Raises ConfigError."""
     store, step = locate(source)
 
@@ -118,12 +118,12 @@ def saved_at(source: str) -> Saved:
             raise UnloadableError(f"step {step} in {store.directory}: {error}") from error
 
     if step is not None:
-        return Saved(store.directory, step, *read(step))
+        return SavedCheckpoint(store.directory, step, *read(step))
     # Reading weights must not change a run, which may still train.
     found = store.newest(read, warn_damaged, quarantine=False)
     if found is None:
         raise ConfigError(f"{store.directory} contains no valid checkpoint")
-    return Saved(store.directory, found[0], *found[1])
+    return SavedCheckpoint(store.directory, found[0], *found[1])
 
 
 def _torchvision_file(name: str, download: bool) -> Path:
@@ -242,7 +242,7 @@ def match_weights(theirs: Mapping[str, Tensor], model: nn.Module) -> WeightMatch
 
 
 @dataclass(frozen=True)
-class Initial:
+class InitialWeights:
     """The weights that a fresh run starts from; if `strict`, `source` must have all parameters."""
 
     tensors: Mapping[str, Tensor]

@@ -64,7 +64,7 @@ def warm_up(job: Job, expected: RankStart | None) -> None:
     rank.warm_up(job, expected)
 
 
-class ProgramWork:
+class ProgramWorkload:
     """A program's ranks save, stop and report errors in their own way; their exit codes have to be explained.
 
     `chosen` as for `variables_of`. `hint` maps the last line of a program that rejected its arguments to what

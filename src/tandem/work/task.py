@@ -44,7 +44,7 @@ def warm_up(job: TaskJob, expected: RankStart | None) -> None:
     task.warm_up(job, expected)
 
 
-class TaskWork:
+class TaskWorkload:
     """A task's ranks are tandem's own: they report to the agent, and tandem saves their state.
 
     `chosen` has the names of the settings that were set explicitly.
