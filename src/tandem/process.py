@@ -25,11 +25,11 @@ def name_process(name: str) -> None:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Disable garbage collection during large imports; later collections skip the objects that then exist.
+    """Disable garbage collection during large imports; later collections skip the objects created there.
 
-    `import torch` makes hundreds of thousands of objects, none of them garbage; to look for it among them
-    takes a fifth of the import's time. In processes forked from this one, a collection would also write to
-    shared pages and so copy them.
+    `import torch` creates hundreds of thousands of objects, none of which is garbage. Collections would take
+    a fifth of the import's time. In processes forked from this one, a collection would also write to shared
+    pages, and so copy them.
     """
     is_enabled = gc.isenabled()
     gc.disable()

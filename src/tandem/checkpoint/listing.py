@@ -117,7 +117,7 @@ def table(rows: list[CheckpointRow], store: CheckpointStore) -> str:
 
 
 def as_json(rows: list[CheckpointRow], store: CheckpointStore) -> dict[str, object]:
-    """Return what `tandem checkpoints ls --json` prints, except for what was removed."""
+    """Return the output of `tandem checkpoints ls --json`, without the checkpoints that were removed."""
     checkpoints = [
         {
             "step": row.step,

@@ -136,7 +136,7 @@ def serialize(state: Mapping[str, Any]) -> bytes:
 
 
 def _apart(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Copy expanded tensors, which would be rejected on load, into memory of their own; keep ties."""
+    """Copy expanded tensors, which would be rejected on load, into full-size memory; keep ties."""
     ours = dict[View, Tensor]()
     taken = set[int]()
     for tensor in tensors:

@@ -80,7 +80,7 @@ class PendingScores:
         self._scores: Mapping[str, float] = {}
 
     def give(self, scores: Mapping[str, float]) -> None:
-        """Set the scores. Only the first call has an effect."""
+        """Set the scores, once. Later calls have no effect."""
         if not self._given.is_set():
             self._scores = scores
             self._given.set()

@@ -1,8 +1,8 @@
 """The faults: how each is injected into a running cluster, and how its documented outcome is recognized.
 
-`inject` restores what it changed about a node (link, cores, volume) before it returns. A process that it
-killed or stopped is for tandem to recover. `check` then looks at what has happened since, and returns a short
-text once the outcome has occurred, or None before that.
+If `inject` changes a node's link, cores or volume, it restores them before it returns. It does not restart
+processes that it killed or stopped, because tandem must recover them. `check` then looks at the events since,
+and returns a short text once the outcome has occurred, or None before that.
 """
 
 import signal

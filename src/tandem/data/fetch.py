@@ -64,9 +64,9 @@ class StepContext:
 
 
 class WithStepContext:
-    """A method that receives `step` and `epoch`, as far as it has these parameters.
+    """A method that is called with the current `step` and `epoch`, if it has these parameters.
 
-    They are those of `moment`, unless `at` gives others.
+    The values are those of `moment`; `at` calls the method with other ones.
     """
 
     def __init__(self, method: Callable[..., Any], names: tuple[str, ...], moment: StepContext) -> None:

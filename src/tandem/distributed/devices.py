@@ -25,8 +25,8 @@ log = logging.getLogger("tandem.run")
 def bind_to_node(devices: Iterable[torch.device], root: Path = Path("/")) -> None:
     """Let all threads of this process run only on the CPUs of its GPUs' NUMA nodes.
 
-    The CPUs are from the kernel's list (`/sys/bus/pci/devices/ADDRESS/local_cpulist`), limited to those that
-    the process may use now. Without a GPU or a list, a warning says that nothing was done.
+    The kernel lists these CPUs (`/sys/bus/pci/devices/ADDRESS/local_cpulist`); those that the process may not
+    use now are omitted. Without a GPU or a list, this only logs a warning.
     """
     before = os.sched_getaffinity(0)
     nearby = [_cpus_near(device, root) for device in devices if device.type == "cuda"]

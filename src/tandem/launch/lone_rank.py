@@ -36,7 +36,7 @@ log = logging.getLogger("tandem.run")
 
 
 class LoneStop:
-    """At the first signal, log what will be saved, or end the process if there is nothing to save.
+    """Log at the first signal what will be saved, or end the process if there is nothing to save.
 
     A second Ctrl-C also ends the process.
 

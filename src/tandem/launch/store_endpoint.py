@@ -1,4 +1,4 @@
-"""Reach node 0's stores: directly, or through its TLS proxy if the job has a secret.
+"""Connect to node 0's stores: directly, or through its TLS proxy if the job has a secret.
 
 docs/architecture.md#with-a-secret describes both ways.
 """

@@ -374,7 +374,7 @@ class Watchdog:
             cut_connections(self._port)
 
     def _log_silent_nodes(self, silent: Mapping[int, float], known: str) -> None:
-        """Log once for each agent that it is silent, which is no hang of its ranks, or heard again."""
+        """Log once for each agent that it is silent (which is no hang of its ranks), or sends again."""
         for node in sorted(silent.keys() - self._unheard):
             text = "node %d's agent has sent no heartbeat for %.1f s; %s"
             log.warning(text, node, silent[node], known)

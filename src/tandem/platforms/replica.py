@@ -1,4 +1,4 @@
-"""Find out which replica of a Compose service this is, and keep it down when a retry cannot help.
+"""Determine which replica of a Compose service this is, and keep it from being retried in vain.
 
 Compose gives all replicas the same environment, but Docker's resolver knows the name of a container's own
 address: <project>-node-<index>. Docker's restart policy distinguishes only zero and nonzero. An end that no

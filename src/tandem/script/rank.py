@@ -282,7 +282,7 @@ def _copying(stream: Any, copy: Any) -> io.TextIOWrapper:
 
 
 def _exec_fresh_interpreter(job: Job, start: RankStart) -> NoReturn:
-    """Become a new interpreter with the same process ID."""
+    """Replace this process by a new interpreter, which has the same process ID."""
     path = error_file(start.grant, start.position.rank).with_name("job.pickle")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(pickle.dumps((job, start.with_memories(()), descriptor_for_exec())))

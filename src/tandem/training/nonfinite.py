@@ -1,7 +1,7 @@
 """Handle non-finite losses and gradients: keep them out of the state, agree on them, count and name them.
 
-Whether a loss or gradient is not finite on any rank is part of each step's exchange, so every rank comes to
-the same answer without an extra collective. See docs/architecture.md#the-telemetry-parameter.
+In each step, the ranks exchange whether any loss or gradient is not finite, together with the gradients. So
+all ranks decide the same, without an extra collective. See docs/architecture.md#the-telemetry-parameter.
 """
 
 import logging

@@ -236,9 +236,9 @@ def _shared_snapshot(
     step: int,
     homes: Mapping[str, Tensor],
 ) -> tuple[dict[str, Any], int | None]:
-    """Return the state of the snapshot that rank `holder` has, and the slot of this node that has it, if any.
+    """Return the state of the snapshot that rank `holder` has, and this node's slot with it, if any.
 
-    If all nodes have it, nothing is sent.
+    Nothing is sent if all nodes have the snapshot.
     """
     chosen = there[holder].has(step)
     mine = there[world.rank]
