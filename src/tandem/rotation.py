@@ -41,7 +41,7 @@ def is_same_file(path: Path, descriptor: int) -> bool:
         return False
 
 
-def put_aside(path: Path, limit: int) -> None:
+def rotate(path: Path, limit: int) -> None:
     """Rename a file, before it is opened, if it is full and no other process renames it."""
     with suppress(OSError), exclusively(path, limit):
         path.replace(older(path))
@@ -68,7 +68,7 @@ def rotate_if_full(path: Path, descriptor: int, limit: int) -> bool:
     if is_same_file(path, descriptor):
         with suppress(OSError):
             if os.fstat(descriptor).st_size >= limit:
-                put_aside(path, limit)
+                rotate(path, limit)
     return not is_same_file(path, descriptor)
 
 

@@ -140,11 +140,11 @@ def _train(run: RunDir, settings: Settings, placement: Placement, chosen: frozen
         log.warning("--notify has no effect here: an agent sends the messages; start with `tandem launch`")
     wait_passively()
     with log_if_slow("importing torch"), without_collection():
-        from tandem.launch.lone_rank import run_lone_rank
+        from tandem.launch.standalone_rank import run_standalone_rank
         from tandem.work.task import rank_function
 
         function = rank_function()
-    return run_lone_rank(run, settings, placement, function, chosen)
+    return run_standalone_rank(run, settings, placement, function, chosen)
 
 
 def _begin(

@@ -20,9 +20,9 @@ from tandem.config.slices import LaunchConfig
 from tandem.config.task_names import describe_task_code, is_script
 from tandem.distributed.position import RankStart
 from tandem.errors import FAILED, FINISHED, ConfigError, PeerLostError, TandemError, job_code, shell_code
-from tandem.launch.lone_rank import connection_of, position_of
 from tandem.launch.run_dir import scratch
 from tandem.launch.simulated import stop_with_parent
+from tandem.launch.standalone_rank import connection_of, position_of
 from tandem.launch.torch_variables import use_loopback
 from tandem.log import printable, setup
 from tandem.platforms.placement import detect, outside_steps

@@ -26,8 +26,8 @@ from tandem.distributed.child_processes import killed_child
 from tandem.distributed.peers import is_gpu_failure, is_peer_loss
 from tandem.errors import FAILED, FINISHED, GPU_FAILED, PEER_LOST, ConfigError, TandemError
 from tandem.json_output import drain, wrap_stderr
-from tandem.launch.lone_rank import LoneRank
 from tandem.launch.run_dir import adjust_for_job
+from tandem.launch.standalone_rank import StandaloneRank
 from tandem.log import setup
 from tandem.platforms.placement import Placement, detect, of_this_process
 from tandem.run.directory import RunDir
@@ -74,9 +74,9 @@ class ScriptRank:
         with only_rank_0_reports(placement):
             run = RunDir.open(named, placement, time.time())
         self.settings = adjust_for_job(run, run.recorded(named), placement)
-        lone = LoneRank(run, self.settings, placement)
-        self.start = lone.start
-        self._exit = ScriptExit(lone)
+        standalone = StandaloneRank(run, self.settings, placement)
+        self.start = standalone.start
+        self._exit = ScriptExit(standalone)
 
     def end_with(self, close: Callable[[int], int]) -> None:
         """Register `close(code)`, which is called when the script is over and returns the exit code."""
@@ -118,11 +118,11 @@ class ScriptExit:
     line and has its own code, a lost peer is 200, and any other error prints a traceback and is 1.
     """
 
-    def __init__(self, lone: LoneRank) -> None:
+    def __init__(self, standalone: StandaloneRank) -> None:
         self.close: Callable[[int], int] = lambda code: code
-        self._lone = lone
-        self._position = lone.position
-        self.watch_stop_flag = lone.watch_stop_flag
+        self._standalone = standalone
+        self._position = standalone.position
+        self.watch_stop_flag = standalone.watch_stop_flag
         self._code = FINISHED
         self._reason = "the script finished"
         self._show = sys.excepthook
@@ -157,8 +157,8 @@ class ScriptExit:
             self._code = error.exit_code
             self._reason = str(error)
             log.error("%s", error)
-        self._lone.ended(self._code, self._reason)
-        self._lone.close()
+        self._standalone.ended(self._code, self._reason)
+        self._standalone.close()
         sys.stdout.flush()
         sys.stderr.flush()
         drain()

@@ -100,8 +100,8 @@ def run_rank(
     Signal handlers are installed first. `watch_stop_flag`, without an agent, receives the stop flag.
     """
     stop = StopFlag().install()
-    # Without an agent, launch/lone_rank.py reacts to signals from here on. The start below can wait long for
-    # data or for other ranks.
+    # Without an agent, launch/standalone_rank.py reacts to signals from here on. The start below may have to
+    # wait long for data or for other ranks.
     watch_stop_flag(stop)
     session = RankSession(Settings.from_dict(job.settings), start)
     position = session.position

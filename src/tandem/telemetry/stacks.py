@@ -18,7 +18,7 @@ from types import FrameType
 from typing import IO, Any
 
 from tandem import layout
-from tandem.rotation import LOG_BYTES, put_aside
+from tandem.rotation import LOG_BYTES, rotate
 
 log = logging.getLogger("tandem.run")
 
@@ -43,7 +43,7 @@ def keep_stacks(directory: Path, rank: int) -> None:
     global _file
     path = stacks_file(directory, rank)
     try:
-        put_aside(path, LOG_BYTES)
+        rotate(path, LOG_BYTES)
         _file = path.open("a")
     except OSError as error:  # training does not depend on it
         log.debug("no stacks will be written: %s", error)

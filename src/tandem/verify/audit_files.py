@@ -114,7 +114,7 @@ def _torch(path: Path) -> Any:
 
 
 class PickledObject:
-    """An object of a class that is not built: it keeps the arguments and the state of its pickle."""
+    """A placeholder for an object of any other class, which stores its arguments and state in the pickle."""
 
     arguments: tuple[Any, ...]
     state: Any
