@@ -1,11 +1,12 @@
-"""What host memory a resume takes at most, in states: the bytes of a checkpoint that one rank holds anyway.
+"""Measure how much host memory a resume needs at its peak, in multiples of the state's size.
 
     python benchmarks/big_resume.py [--gigabytes 10] [--ranks 1] [--json benchmarks/results/big_resume.json]
 
-A run of one step saves its state, and a second launch goes on from it. Of all its processes together the
-memory is read that no file stands behind (anonymous and shared, each page once), again and again until the
-state is loaded; it is given in states of each rank. What the next step needs, gradients above all, it needs
-without a resume, too. Needs 2.3 states of free memory, for the save's own copy, and one on the disk.
+A run saves its state after one step, and a second launch resumes from it. While the state is loaded, the
+benchmark keeps reading the memory of all processes that is not backed by a file (anonymous and shared, each
+page once). The result is per rank, in multiples of the checkpoint's size. Memory that the next step needs
+anyway, mainly for gradients, does not count. Needs free memory of 2.3 times the state, because a save makes a
+copy, and disk space for one.
 """
 
 import argparse
@@ -31,12 +32,12 @@ def launch(folder: Path, ranks: int, gigabytes: float, steps: int) -> LiveRun:
 
 
 def memory(leader: int) -> int:
-    """Bytes of a session's processes that no file stands behind."""
+    """Return the bytes of memory, not backed by files, of a session's processes."""
     return sum(memory_of(pid, "Pss_Anon", "Pss_Shmem") for pid, _ in session_of(leader))
 
 
 def measured(folder: Path, ranks: int, gigabytes: float) -> tuple[float, float, float]:
-    """(bytes of the checkpoint, most bytes of memory in the resume, seconds until it is loaded)."""
+    """Return (bytes of the checkpoint, peak bytes of memory in the resume, seconds until it is loaded)."""
     with launch(folder, ranks, gigabytes, 1) as run:
         if run.wait(LIMIT_SECONDS):
             raise RuntimeError(run.words())

@@ -1,4 +1,4 @@
-"""The task of benchmarks/big_resume.py: much state and little to compute."""
+"""The task of benchmarks/big_resume.py: a large state, and little to compute."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ BYTES_OF_A_ROW = 4 * WIDTH
 
 
 class Tables(nn.Module):
-    """Two tables of rows of 1,024 numbers: `kept` is never trained, `trained` has Adam's two moments."""
+    """Two tables with rows of 1,024 numbers: `kept` is never trained; `trained` has Adam's two moments."""
 
     def __init__(self, kept: int, trained: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Tables(nn.Module):
 
 @dataclass
 class Big:
-    """`gigabytes` of state: 0.45 of it in Adam's parameters and moments, the rest in weights that stay."""
+    """A state of `gigabytes`: 0.45 of it are Adam's parameters and moments, the rest are fixed weights."""
 
     gigabytes: float = 10.0
 

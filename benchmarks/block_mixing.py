@@ -1,7 +1,7 @@
-"""How well an order by blocks mixes data that is sorted by class: the accuracy after one epoch.
+"""Measure how well an order by blocks mixes data that is sorted by class: the accuracy after one epoch.
 
-The built-in digits, sorted by label, train the same network in each order: a plain shuffle, blocks of several
-sizes, and one window of four blocks at a time, which is what a shuffle buffer over sequential shards does.
+The built-in digits, sorted by label, train the same network in several orders: a full shuffle, blocks of
+several sizes, and one window of four blocks at a time, as with a shuffle buffer over sequential shards.
 `python benchmarks/block_mixing.py` prints the table.
 """
 
@@ -27,7 +27,7 @@ def model() -> nn.Module:
 def trained(
     order: GlobalOrder, seed: int, train: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[nn.Module, float]:
-    """The model after an epoch, and the mean number of classes in a batch."""
+    """Return the model after an epoch, and the mean number of classes in a batch."""
     torch.manual_seed(seed)
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)

@@ -1,11 +1,11 @@
-"""The default task on a busy machine: its pace with a hog on each core, as a share of the pace without.
+"""Measure the speed of the default task on a busy machine, relative to an idle one.
 
     python benchmarks/busy_machine.py [--rounds 5] [--json benchmarks/results/busy_machine.json]
 
-For one rank with a thread a core and for two ranks with one each, and as a control with threads that spin
-while they wait, as OpenMP has it by default. A hog is a process that counts. In a round all have their turn,
-without hogs and with them, so that whatever else the machine does falls on all; the outcome is the median
-over rounds.
+The load is one process per core that counts. The task runs with one rank that has a thread per core, and with
+two ranks of one thread. As a baseline, it also runs with threads that spin while they wait, which is OpenMP's
+default. Each round runs every case without and with the load, so that other load affects all cases equally.
+The result is the median over rounds.
 """
 
 import argparse
@@ -30,7 +30,7 @@ STEPS = 300
 
 @contextlib.contextmanager
 def hogs(count: int) -> Iterator[None]:
-    """`count` processes that compute and never wait."""
+    """Run `count` processes that compute and never wait."""
     started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -41,7 +41,7 @@ def hogs(count: int) -> Iterator[None]:
 
 
 def pace(ranks: int, waiting: dict[str, str]) -> float:
-    """Samples a second of the default task, whose evaluation comes after the steps that count."""
+    """Return the samples per second of the default task; its evaluation comes after the measured steps."""
     foreign = ("TANDEM_", "OMP_", "GOMP_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     with tempfile.TemporaryDirectory(prefix="busy-") as folder:

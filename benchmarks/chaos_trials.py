@@ -1,10 +1,11 @@
-"""A run under steady fire: mixed faults, one every few seconds, and what they cost.
+"""Inject many different faults into one run, one every few seconds, and measure what they cost.
 
     python benchmarks/chaos_trials.py [--faults 300] [--every 5] [--json FILE]
 
-Two ranks train; each fault is drawn from FAULTS. Goodput is what the same steps need undisturbed, by the pace
-of a stretch before and one after, as a share of what this run needs. In the end the weights are those of an
-undisturbed run of all steps, bit for bit, which a sample left out or seen twice would have changed.
+Two ranks train, and each fault is drawn from FAULTS. Goodput is the time that an uninterrupted run needs for
+the same steps, divided by the time of this run. The uninterrupted speed is measured before and after. At the
+end, the weights must equal those of an uninterrupted run bit for bit, which also proves that no sample was
+left out or used twice.
 """
 
 import argparse
@@ -37,23 +38,23 @@ FLAGS = (
 
 
 def kill_rank(run: LiveRun, chance: random.Random) -> None:
-    """SIGKILL to one rank."""
+    """Send SIGKILL to one rank."""
     os.kill(chance.choice(sorted(run.ranks().values())), signal.SIGKILL)
 
 
 def kill_all_ranks(run: LiveRun, _chance: random.Random) -> None:
-    """SIGKILL to every rank at once."""
+    """Send SIGKILL to all ranks at once."""
     for pid in run.ranks().values():
         os.kill(pid, signal.SIGKILL)
 
 
 def crash_rank(run: LiveRun, chance: random.Random) -> None:
-    """A segmentation fault in one rank."""
+    """Cause a segmentation fault in one rank."""
     os.kill(chance.choice(sorted(run.ranks().values())), signal.SIGSEGV)
 
 
 def pause_rank(run: LiveRun, chance: random.Random) -> None:
-    """One rank stands still for a moment, as a preempted virtual machine does."""
+    """Stop one rank for a moment, like a preempted virtual machine."""
     pid = chance.choice(sorted(run.ranks().values()))
     os.kill(pid, signal.SIGSTOP)
     time.sleep(chance.uniform(0.05, 0.3))
@@ -61,7 +62,7 @@ def pause_rank(run: LiveRun, chance: random.Random) -> None:
 
 
 def damage_checkpoint(run: LiveRun, chance: random.Random) -> None:
-    """A bit flips in the newest checkpoint, and a rank is killed so that somebody has to read."""
+    """Flip a bit in the newest checkpoint, and kill a rank so that a checkpoint is read."""
     newest = max((run.run_dir / "checkpoints").glob("step-*/state.pt"), default=None)
     if newest is not None:
         raw = bytearray(newest.read_bytes())
@@ -77,7 +78,7 @@ FAULTS: list[Callable[[LiveRun, random.Random], None]] = [
 
 
 def under_fire(faults: int, every: float, folder: Path, seed: int = 0) -> Row:
-    """Steps for `faults` faults at one per `every` seconds, between two undisturbed stretches."""
+    """Train while `faults` faults occur, one per `every` seconds, between two uninterrupted runs."""
     chance = random.Random(seed)
     stretch = max(500, int(PACE_SHARE * faults * every / _pace(folder / "first", 300)))
     before = _pace(folder / "before", stretch)
@@ -121,12 +122,12 @@ def under_fire(faults: int, every: float, folder: Path, seed: int = 0) -> Row:
 
 
 def _pace(run_dir: Path, steps: int) -> float:
-    """Seconds per step of an undisturbed run."""
+    """Return the seconds per step of an uninterrupted run."""
     return _finish(run_dir, steps)[1] / steps
 
 
 def _finish(run_dir: Path, steps: int, *flags: object) -> tuple[dict[str, object], float]:
-    """The summary of an undisturbed run, and the seconds from its first step to its end."""
+    """Return the summary of an uninterrupted run, and the seconds from its first step to its end."""
     flags = (*FLAGS, "--steps", steps, *flags)
     with LiveRun(("tandem", "launch", "--nproc", "2"), run_dir, *flags) as run:
         if run.wait(7200) != 0:

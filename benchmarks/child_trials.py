@@ -1,13 +1,14 @@
-"""Everything below a rank ends with it: programs that start processes of their own, ended in every way.
+"""Check that every process below a rank ends with the rank, for programs that start their own processes.
 
     python benchmarks/child_trials.py [--rounds 5] [--limit 2.0] [--json FILE] [kind ...]
 
-Kinds: a bash wrapper, a launcher inside the launch (as `accelerate launch` is), children of mp.spawn,
-workers of subprocess.Popen, a daemon (a double fork and a session of its own, deaf to SIGTERM), loader
-processes. Each round launches every kind twice, on two ranks: once a rank is killed (SIGKILL), in the next
-generation one is stopped until it is reported as a hang, in the one after that the launch gets SIGTERM; the
-other launch is killed itself. After each end, none of the processes that ranks had started may live after
-`--limit` seconds. A command (the wrapper) sends no signs of life, so it has no hangs. One round is 23 ends.
+Kinds: a bash wrapper, a launcher inside the launch (as with `accelerate launch`), children of mp.spawn,
+workers of subprocess.Popen, a daemon (double fork, its own session, ignores SIGTERM), and loader processes.
+Each round launches every kind twice, with two ranks. In the first launch, a rank is killed (SIGKILL); in the
+next generation, a rank is stopped until it is reported as a hang; in the one after that, the launch gets
+SIGTERM. The second launch is killed itself. Within `--limit` seconds after each of these ends, all processes
+that the ranks had started must be gone. A command (the wrapper) sends no heartbeats, so it is not tested for
+hangs. One round has 23 ends.
 """
 
 import argparse
@@ -114,7 +115,7 @@ KINDS: dict[str, tuple[str, str, int]] = {  # what it is in, its text, how many 
 
 
 class ChildRun:
-    """One launch of a kind, in a folder of its own."""
+    """One launch of a kind, in its own directory."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         self.kind, self.folder = kind, folder
@@ -135,7 +136,7 @@ class ChildRun:
         return (self.folder / "said.txt").read_text(errors="replace")
 
     def until(self, condition: Callable[[], Any], what: str, limit: float = LIMIT_SECONDS) -> None:
-        """Raises RuntimeError where it does not come."""
+        """Wait until the condition holds. Raises RuntimeError if it does not."""
         deadline = time.monotonic() + limit
         while not condition():
             if time.monotonic() > deadline:
@@ -143,7 +144,7 @@ class ChildRun:
             time.sleep(0.02)
 
     def until_ready(self, generation: int) -> dict[int, str]:
-        """Wait for all that the ranks of a generation start; {pid: name} of it, and of the ranks."""
+        """Wait for all processes that the ranks of a generation start; return {pid: name} with the ranks."""
         wanted = 2 * self.leaves
         self.until(lambda: len(list(self.folder.glob(f"ready-{generation}-*"))) >= wanted, "ready processes")
         return {each.pid: each.name for each in living(self.environ) if self._is_below_rank(each)}
@@ -152,11 +153,11 @@ class ChildRun:
         return each.session != self.process.pid and each.name not in OURS
 
     def ranks(self) -> list[int]:
-        """Those of the last generation, by the agent's own words."""
+        """The ranks of the last generation, from the agent's log."""
         return [int(pid) for pid in re.findall(r"is process (\d+)$", self.said(), re.M)][-2:]
 
     def gone_after(self, pids: dict[int, str], limit: float) -> tuple[float, list[str]]:
-        """(seconds until none of them lives, who still does after `limit`)."""
+        """Return (seconds until no process is alive, those still alive after `limit`)."""
         began = time.monotonic()
         while True:
             left = [each for each in living(self.environ) if each.pid in pids]
@@ -173,7 +174,7 @@ class ChildRun:
 
 
 class Trials:
-    """What all the ends have come to, by kind and way."""
+    """The results of all ends, by kind and by way of ending."""
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
@@ -189,7 +190,7 @@ class Trials:
         )
 
     def go_on_and_stop(self, kind: str, folder: Path) -> None:
-        """KILL of a rank, then a hang, then SIGTERM."""
+        """Kill a rank, cause a hang, then send SIGTERM."""
         run = ChildRun(kind, folder)
         try:
             pids = run.until_ready(generation := 0)

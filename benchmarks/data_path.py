@@ -1,18 +1,19 @@
-"""Samples per second through the loaders alone, without a model: torchvision's and torch's beside tandem's.
+"""Measure samples per second through the data loaders alone, without a model: tandem, torch and torchvision.
 
     python benchmarks/data_path.py [--rounds 7] [--seconds 1] [--json benchmarks/results/data_path.json]
 
-Pictures of 28 x 28 are the digits task's, drawn on this machine: as tutorials load them (torchvision's MNIST,
-ToTensor and Normalize, in torch's DataLoader), normalized beforehand in a TensorDataset, and by tandem, all
-in batches of 64. Photographs are JPEGs of 320 x 240, drawn too: torchvision's ImageFolder in torch's
-DataLoader beside the image-folder task, to normalized floats on both sides, with as many workers. "Own data"
-is a map-style dataset as people write it, one sample an index, in torch's DataLoader on both sides: what
-tandem adds to a sample, so that its randomness is that of the step and not of the worker.
+The 28 x 28 images are those of the digits task, generated on this machine, in batches of 64. They are read as
+in tutorials (torchvision's MNIST with ToTensor and Normalize, in torch's DataLoader), as a TensorDataset that
+was normalized in advance, and by tandem. The photographs are generated JPEGs of 320 x 240. They are read by
+torchvision's ImageFolder in torch's DataLoader, and by the image-folder task, with the same number of workers
+and to normalized floats. "Own data" is a typical map-style dataset that returns one sample per index, in
+torch's DataLoader on both sides. It shows what tandem adds per sample, to derive its randomness from the step
+and not from the worker.
 
-A reader has one thread, as a rank of two on two cores, and each worker another. In a round all have their
-turn, each round beginning with another one; a turn counts from when its workers are at work. Ratios are of
-turns of the same round, and the outcome is the median over rounds. Where neither side has workers, seconds
-are those of CPU time, the same on a quiet machine; with workers they are the clock's.
+A reader has one thread, like a rank of two on two cores, and so does each worker. Every round runs each
+reader once, and starts with a different one. A measurement starts when the workers are running. Ratios
+compare readers of the same round, and the result is the median over rounds. Without workers, the times are
+CPU times, which equal wall times on an idle machine; with workers, they are wall times.
 """
 
 import argparse
@@ -49,7 +50,7 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 
 
 class OwnData(Dataset[tuple[Tensor, Tensor]]):
-    """Map-style, one sample an index: what a person writes, and no library knows."""
+    """A typical map-style dataset that returns one sample per index, unknown to any library."""
 
     def __init__(self, inputs: Tensor, labels: Tensor) -> None:
         self.inputs, self.labels = inputs, labels
@@ -62,7 +63,7 @@ class OwnData(Dataset[tuple[Tensor, Tensor]]):
 
 
 def digits_folder(folder: Path) -> Path:
-    """The digits task's files, drawn once, where torchvision.datasets.MNIST looks for its own, too."""
+    """Generate the digits task's files once, where torchvision.datasets.MNIST also looks for its own."""
     prepare_digits(folder / "digits")
     seen = folder / "MNIST" / "raw"
     if not seen.exists():
@@ -72,7 +73,7 @@ def digits_folder(folder: Path) -> Path:
 
 
 def photographs_folder(folder: Path) -> Path:
-    """train/ and val/ with CLASSES folders of OF_EACH JPEGs each: soft colors with an ellipse in them."""
+    """Generate train/ and val/ with CLASSES directories of OF_EACH JPEGs: soft colors with an ellipse."""
     generator = torch.Generator().manual_seed(0)
     for part in ("train", "val"):
         for number in range(CLASSES * OF_EACH):
@@ -89,13 +90,13 @@ def photographs_folder(folder: Path) -> Path:
 
 
 def again(loader: DataLoader[Any]) -> Batches:
-    """Epoch after epoch, as a training loop reads it."""
+    """Read epoch after epoch, like a training loop."""
     while True:
         yield from loader
 
 
 def mnist(folder: Path, workers: int) -> Batches:
-    """What tutorials write."""
+    """Read MNIST as in tutorials."""
     from torchvision import datasets, transforms
 
     steps = [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
@@ -113,7 +114,7 @@ def image_folder(folder: Path, workers: int) -> Batches:
 
 
 def by_tandem(data: Any, batch_size: int, workers: int = 0) -> Batches:
-    """What a single rank of a run trains on."""
+    """Return the batches that a single rank of a run trains on."""
     config = DataConfig(batch_size=batch_size, workers=workers)
     reader = BatchReader(config, seed=0, rank=0, world_size=1, collate=None, device=torch.device("cpu"))
     for micro_batches in training_data(data, reader, None).steps(0, 1_000_000_000):
@@ -121,13 +122,13 @@ def by_tandem(data: Any, batch_size: int, workers: int = 0) -> Batches:
 
 
 def photographs_by_tandem(data: Any, workers: int) -> Batches:
-    """With the normalising that the task's model does, to compare floats with floats."""
+    """Include the normalization by the task's model, to compare floats with floats."""
     floats = normalized(nn.Identity(), MEAN, STD)
     return ((floats(images), labels) for images, labels in by_tandem(data, PHOTOGRAPHS, workers))
 
 
 class Pair(NamedTuple):
-    """A row: who of `readers` is compared with whom, and the least ratio."""
+    """A row: which two of `readers` are compared, and the target ratio."""
 
     name: str
     mine: str
@@ -173,14 +174,14 @@ def readers(folder: Path) -> dict[str, Callable[[], Batches]]:
 
 
 class Pace(NamedTuple):
-    """Samples a second, by the clock and by the CPU time of this process."""
+    """Samples per second, by wall time and by the CPU time of this process."""
 
     clock: float
     cpu: float
 
 
 def pace(batches: Batches, seconds: float) -> Pace:
-    """Over `seconds` of the clock, from when as many batches have come as workers make beforehand."""
+    """Measure for `seconds`, after as many batches as the workers load in advance."""
     for _ in islice(batches, LEAST_BATCHES):
         pass
     began, cpu, samples, number = time.perf_counter(), time.process_time(), 0, 0

@@ -1,14 +1,14 @@
-"""What the tutorials say of DataParallel and DDP, measured on CPUs: bytes a step, threads, and shares.
+"""Measure on CPUs what tutorials say about DataParallel and DDP: bytes per step, threads, and shares.
 
     python benchmarks/dp_vs_ddp.py [--only bytes threads shares] [--json benchmarks/results/dp_vs_ddp.json]
 
-bytes: a backward pass of DDP over gloo, and the same gradients by way of one rank that adds them up and gives
-the weights back, as a parameter server and DataParallel do. Counted by the kernel, at the sockets of each
-process (TCP_INFO), without headers; median of some passes.
-threads: forward and backward of two replicas by two threads of one process, as DataParallel has them, and by
-two processes, as DDP has them; ratio to one replica after the other. One CPU thread for each replica.
-shares: samples/s of `tandem launch` on two ranks, one of which takes three times as long for a sample (it
-sleeps: as a device works while the host waits), with equal shares, 3:1 and auto, in turn.
+bytes: a backward pass of DDP over gloo, compared with a parameter server, to which ranks send gradients and
+which returns weights, as DataParallel does. The kernel counts the bytes at the sockets of each process
+(TCP_INFO), without headers. The result is the median of several passes.
+threads: forward and backward of two replicas, in two threads of one process (DataParallel) and in two
+processes (DDP), relative to running one replica after the other. Each replica has one CPU thread.
+shares: samples/s of `tandem launch` with two ranks, one of which needs three times as long per sample (it
+sleeps, like a host that waits for its device), with equal shares and with 3:1, in turn.
 """
 
 import argparse
@@ -58,7 +58,7 @@ class Slow:
 
 
 def tcp_bytes() -> tuple[int, int]:
-    """Bytes that this process has sent (and were received), and received, over all its TCP sockets."""
+    """Return the bytes that this process has sent (acknowledged) and received, over all its TCP sockets."""
     sent = received = 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -85,7 +85,7 @@ def ring_pass(ddp: nn.Module, side: int) -> None:
 
 
 def server_pass(model: nn.Module, side: int) -> None:
-    """Gradients to rank 0, which adds them up; weights from rank 0 to each of the others."""
+    """Send gradients to rank 0, which adds them up, and send weights from rank 0 to each other rank."""
     model(torch.ones(1, side)).sum().backward()
     for parameter in model.parameters():
         gradient, others = parameter.grad, range(1, dist.get_world_size())
@@ -133,7 +133,7 @@ def free_port() -> int:
 
 
 def measure_bytes() -> list[dict[str, Any]]:
-    """For every way, number of ranks and size: bytes of the busiest rank, and what the formula says."""
+    """Return the bytes of the busiest rank and the formula's, by method, number of ranks and size."""
     context, rows = mp.get_context("spawn"), []
     for ranks in (2, 4):
         results, port = context.SimpleQueue(), free_port()
@@ -188,7 +188,7 @@ def process_passes(kind: str, count: int, ready: Any, go: Any) -> None:
 
 
 def measure_threads() -> list[dict[str, Any]]:
-    """Two replicas' passes by threads and by processes: how many times as fast as one after the other."""
+    """Return the speedup of two replicas by threads and by processes, relative to one after the other."""
     torch.set_num_threads(1)
     context, rows = mp.get_context("spawn"), []
     for kind, count in (("many small layers", 150), ("the digits CNN", 40), ("four large layers", 8)):
@@ -227,7 +227,7 @@ def measure_threads() -> list[dict[str, Any]]:
 
 
 def measure_shares() -> dict[str, Any]:
-    """Samples/s of each kind of shares, by round, and the median ratio to equal ones."""
+    """Return samples/s of each kind of shares, by round, and the median ratio to equal shares."""
     rates: dict[str, list[float]] = {"none": [], "3:1": []}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(ROUNDS):

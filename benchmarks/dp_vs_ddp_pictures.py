@@ -1,6 +1,6 @@
-"""Draws docs/pictures/dp-*.svg from results/dp_vs_ddp.json: python benchmarks/dp_vs_ddp_pictures.py
+"""Draw docs/pictures/dp-*.svg from results/dp_vs_ddp.json: python benchmarks/dp_vs_ddp_pictures.py
 
-Plain SVG without a font or a script of its own; colors follow the reader's light or dark mode.
+The images are plain SVG without fonts or scripts; colors follow the reader's light or dark mode.
 """
 
 import json
@@ -53,7 +53,7 @@ def save(name: str, title: str, width: int, height: int, parts: Sequence[str]) -
 
 
 def exchange() -> None:
-    """Who sends to whom in a step, four devices."""
+    """Draw which devices send to which in a step, for four devices."""
     parts = []
     for left, title, kind in (
         (0, "DataParallel: all by way of the first", "one"),
@@ -83,7 +83,7 @@ def exchange() -> None:
 
 
 def volume(rows: Sequence[dict[str, Any]]) -> None:
-    """Models sent by the busiest device, by number of devices: formulas as lines, measured as dots."""
+    """Draw the models sent by the busiest device: formulas as lines, measurements as dots."""
     left, bottom, width, height, most = 60, 250, 440, 210, 8
 
     def place(ranks: float, models: float) -> tuple[float, float]:
@@ -117,7 +117,7 @@ def volume(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def threads(rows: Sequence[dict[str, Any]]) -> None:
-    """Two replicas at once by threads and by processes, beside one after the other."""
+    """Draw two replicas at once by threads and by processes, next to one after the other."""
     scale, parts = (
         150,
         [text(20, 24, "two replicas at once, times as fast as one after the other", kind="bold")],
@@ -139,7 +139,7 @@ def threads(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def shares() -> None:
-    """One step of two ranks, the second three times as slow: equal shares, and 3:1."""
+    """Draw a step of two ranks, the second three times as slow: equal shares, and 3:1."""
     parts, unit = [], 100.0
     for top, title, works in (
         (0, "equal shares, 32:32", (1.0, 3.0)),

@@ -1,14 +1,14 @@
-"""A long run that is hit again and again: does anything grow, does recovery slow down?
+"""Kill ranks of a long run again and again: do memory or files grow, and does recovery become slower?
 
     python benchmarks/endurance.py [--steps 500000] [--kills 500] [--ranks 2] [--json FILE]
-    python benchmarks/endurance.py --steps 1000000 --kills 0 --json FILE     one that is left alone
+    python benchmarks/endurance.py --steps 1000000 --kills 0 --json FILE     without kills
 
-A random rank is killed each `steps / kills` steps. Just before a kill: the memory (PSS), threads
-and open files of the whole launch, and the files of its run folder, the temporary folder and /dev/shm.
-Compared are the medians of the first and of the last tenth of the kills. An hour lies between them, and a
-host that others use is not the same then: so for another tenth of the steps a new launch of the same job
-trains beside the old one, and their ranks are killed in turn; recovery is compared with that of this one.
-Without kills, the same is looked at a hundred times.
+A random rank is killed every `steps / kills` steps. Just before each kill, the benchmark records the memory
+(PSS), threads and open files of the whole launch, and the files in its run directory, the temporary directory
+and /dev/shm. It compares the medians of the first and the last tenth of the kills. These are an hour apart,
+and the load of a shared host may change in that time. So for the recovery time, a new launch of the same job
+trains next to the old one for another tenth of the steps. Ranks of both are killed in turn, and the old
+launch's recovery is compared with the new one's. Without kills, the same values are recorded a hundred times.
 """
 
 import argparse
@@ -40,7 +40,7 @@ HELD = {
 
 
 def last_lines(file: Path) -> list[dict[str, Any]]:
-    """The last whole lines of a journal, which may be long; none before there is one."""
+    """Return the last complete lines of a journal, which may be long; none if there are none."""
     try:
         with file.open("rb") as journal:
             journal.seek(max(0, journal.seek(0, os.SEEK_END) - 8192))
@@ -55,7 +55,7 @@ def step_of(run: LiveRun) -> int:
 
 
 def held(run: LiveRun, temporary: Path) -> dict[str, float]:
-    """What the launch holds now."""
+    """Return the memory, threads and files that the launch has now."""
     found = {"memory": 0.0, "threads": 0.0, "open files": 0.0}
     for pid, _ in session_of(run.process.pid):
         process = Path(f"/proc/{pid}")
@@ -71,7 +71,7 @@ def held(run: LiveRun, temporary: Path) -> dict[str, float]:
 
 
 def kill_one(run: LiveRun) -> float:
-    """Seconds from the kill of a rank to the next world's first step."""
+    """Return the seconds from the kill of a rank to the first step of the next generation."""
 
     def began() -> list[float]:
         lines = last_lines(run.run_dir / "events.jsonl")
@@ -84,7 +84,7 @@ def kill_one(run: LiveRun) -> float:
 
 
 def reach(run: LiveRun, number: int, every: int) -> None:
-    """A random step between the kills before and after the one of this number."""
+    """Return a random step between the kills before and after kill `number`."""
     target = number * every + random.randrange(every // 4, 3 * every // 4)
     run.until(lambda: step_of(run) >= target, f"step {target}", LIMIT_SECONDS)
 
@@ -125,7 +125,7 @@ def endure(steps: int, kills: int, ranks: int, folder: Path) -> list[Row]:
 
 
 def left_alone(steps: int, ranks: int, folder: Path) -> list[Row]:
-    """What one launch holds while it trains, at each hundredth of its steps but the last."""
+    """Return the same values of a launch without kills, at each hundredth of its steps but the last."""
     found: dict[str, list[float]] = {what: [] for what in HELD}
     (folder / "run-tmp").mkdir()
     launch = ("tandem", "launch", "--nproc", str(ranks))

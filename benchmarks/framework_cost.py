@@ -1,17 +1,17 @@
-"""What a framework costs a step: tandem, Accelerate and Lightning beside a bare DDP script, 2 ranks on CPUs.
+"""Measure the time of a step with tandem, Accelerate and Lightning, relative to a bare DDP script, on CPUs.
 
     python benchmarks/framework_cost.py [--rounds 9] [--steps 300] [--only own-loop launched] \\
         [--json benchmarks/results/framework_cost.json]
 
-All train the same CNN of 11 thousand parameters on the same random pictures, 120 of them a rank and step,
-with SGD. Everybody but "batch-wise" reads a TensorDataset, the bare script through torch's own DataLoader; it
-is started by torchrun, and as "launched" by `tandem launch`. tandem does all that it does by default. A
-step's time is from one forward pass on rank 0 to the next, taken by the model itself, so it is the same clock
-for all; a run counts by the median of its steps, a framework by the median over rounds. In a round all have
-their turn, each round beginning with another one, and ratios are of runs of the same round.
+Two ranks train the same CNN of 11 thousand parameters with SGD, on the same random images, 120 per rank and
+step. All programs except "batch-wise" read a TensorDataset; the bare script uses torch's own DataLoader. The
+bare script is started by torchrun, and as "launched" by `tandem launch`. tandem runs with its default
+settings. The model itself measures the time of a step, from one forward pass on rank 0 to the next, so the
+clock is the same for all. A run counts as the median of its steps, and a framework as the median over rounds.
+Every round runs all programs, and starts with a different one. Ratios compare runs of the same round.
 
-Accelerate and Lightning are installed from PyPI into an environment of their own, --environment, which sees
-this one's packages, torch among them.
+Accelerate and Lightning are installed from PyPI into a separate environment, --environment, which can import
+the packages of this one, including torch.
 """
 
 import argparse
@@ -48,7 +48,7 @@ MEAN, STD = 0.187, 0.209
 
 
 class Timed(nn.Module):
-    """The CNN; rank 0 notes when each of its training passes begins, and writes the times down at the end."""
+    """The CNN; rank 0 records the start of each training pass, and writes the times at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,20 +65,20 @@ class Timed(nn.Module):
 
 
 def pictures() -> tuple[Tensor, Tensor]:
-    """uint8 [SAMPLES, 28, 28] and int64 labels."""
+    """Return uint8 images [SAMPLES, 28, 28] and int64 labels."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(256, (SAMPLES, 28, 28), dtype=torch.uint8, generator=generator)
     return images, torch.randint(10, (SAMPLES,), generator=generator)
 
 
 def rows() -> TensorDataset:
-    """The pictures as float32 [SAMPLES, 1, 28, 28], normalized beforehand."""
+    """Return the images as float32 [SAMPLES, 1, 28, 28], normalized in advance."""
     images, labels = pictures()
     return TensorDataset(images.unsqueeze(1).float().div_(255).sub_(MEAN).div_(STD), labels)
 
 
 class Plain:
-    """tandem's task with the TensorDataset."""
+    """A tandem task with the TensorDataset."""
 
     def build_model(self) -> nn.Module:
         return Timed()
@@ -91,7 +91,7 @@ class Plain:
 
 
 class BatchWise(Plain):
-    """tandem's task with pictures as `digits` has them: uint8, normalized batch by batch."""
+    """A tandem task with images as in `digits`: uint8, normalized per batch."""
 
     def build_datasets(self) -> Datasets:
         images, labels = pictures()
@@ -100,7 +100,7 @@ class BatchWise(Plain):
 
 
 def bare() -> None:
-    """The script that a tutorial teaches."""
+    """Run the script that tutorials teach."""
     torch.distributed.init_process_group("gloo")
     data = rows()
     sampler: DistributedSampler[Any] = DistributedSampler(data, drop_last=True)
@@ -120,7 +120,7 @@ def bare() -> None:
 
 
 def own_loop() -> None:
-    """The same script with `tandem.start()`."""
+    """Run the same script with `tandem.start()`."""
     run = tandem.start()
     model = run.wrap(Timed())
     optimizer = torch.optim.SGD(model.parameters(), LR, MOMENTUM)
@@ -193,7 +193,7 @@ def torchrun(python: str, name: str) -> list[str]:
 
 
 def launched(*words: str) -> list[str]:
-    """With everything that tandem does by default: telemetry, checkpoints, snapshots, evaluation."""
+    """Run with all of tandem's defaults: telemetry, checkpoints, snapshots, evaluation."""
     settings = ["--device", "cpu", "--metrics", "0", "--metrics-linger", "0", "--run-dir", "run"]
     return [sys.executable, "-m", "tandem", "launch", "--nproc", str(RANKS), *settings, *words]
 
@@ -204,7 +204,7 @@ def task(name: str) -> list[str]:
 
 
 class Contender(NamedTuple):
-    """Who is measured: its name in the table, its command, and its limit as a multiple of the bare script."""
+    """A program to measure: its name, its command, and its limit as a multiple of the bare script."""
 
     name: str
     command: Callable[[str], list[str]]  # of the Python that has Accelerate and Lightning
@@ -224,7 +224,7 @@ CONTENDERS = {
 
 
 def make_environment(folder: Path) -> str:
-    """Its Python: one with Accelerate and Lightning, and this one's packages behind them."""
+    """Return the Python of an environment with Accelerate and Lightning, on top of this one."""
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
@@ -238,7 +238,7 @@ def make_environment(folder: Path) -> str:
 
 
 def median_step(command: list[str]) -> float:
-    """Milliseconds of the median step of one run, without its first WARM_UP."""
+    """Return the milliseconds of the median step of one run, without its first WARM_UP."""
     with tempfile.TemporaryDirectory(prefix="framework-cost-") as folder:
         times = Path(folder) / "times.json"
         source = os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE.parent)])

@@ -1,12 +1,11 @@
-"""tandem on a real GPU, in at most ten minutes: does it work there, does it resume to the same bits, and what
-does it cost beside a bare loop.
+"""Check tandem on a real GPU in at most ten minutes: that it works and resumes exactly, and what it costs.
 
     make gpu-check                 # or: python benchmarks/gpu_check.py [--only digits killed] [--seconds 570]
 
-Checks are the functions of CHECKS, in the order of their worth. Each has a limit of its own and stops no
-other; what is not reached in time, or needs a GPU where there is none, is a row that says "not measured".
-Without a GPU, one is played by the CPU (tests/played_gpu.py) for what is not about speed. Ends with 1 where a
-check that ran has failed.
+The checks are the functions in CHECKS, the most important ones first. Each has its own time limit, and a
+failure does not stop the others. A check that is not reached in time, or that needs a GPU when there is none,
+is reported as "not measured". Without a GPU, checks that do not measure speed run on a simulated GPU
+(tests/played_gpu.py). The exit code is 1 if a check has failed. The cost is relative to a bare loop.
 """
 
 import argparse
@@ -42,13 +41,13 @@ from table import Row, finish  # noqa: E402
 
 TASKS = ROOT / "benchmarks" / "gpu_tasks.py"
 QUIET = ("--metrics", 0, "--metrics-linger", 0, "--progress", "off", "--eval-every", "never")
-PASSED = {"distributed/consensus.py:drain", "data/fetch.py:fetch"}
-"""Places that look at what is on the host by then: the step before's numbers, and an index on the CPU."""
+EXPECTED_WAITS = {"distributed/consensus.py:drain", "data/fetch.py:fetch"}
+"""Reads that wait for nothing: the previous step's numbers are on the host, and the index is on the CPU."""
 HOST_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy")
 
 
 class Check(NamedTuple):
-    """Where checks are made: on a played GPU or a real one, below a folder, until a moment (monotonic)."""
+    """Run checks on a simulated or a real GPU, below a directory, until a deadline (monotonic)."""
 
     played: bool
     folder: Path
@@ -56,7 +55,7 @@ class Check(NamedTuple):
 
     @property
     def launcher(self) -> tuple[str, ...]:
-        """The module that is tandem here, with its verb."""
+        """The module to run as tandem, and its verb."""
         return ("played_gpu" if self.played else "tandem", "launch")
 
     def run(self, name: str, *words: object, limit: float = 150.0, **environ: str) -> tuple[Path, str]:
@@ -69,7 +68,7 @@ class Check(NamedTuple):
         return run_dir, self.output([str(word) for word in command], limit, **environ)
 
     def output(self, command: Sequence[str], limit: float, **environ: str) -> str:
-        """What a command says, all processes of which end with it. Raises RuntimeError as `run`."""
+        """Return the output of a command, and end all its processes with it. Raises RuntimeError as `run`."""
         left = self.deadline - time.monotonic()
         if not self.played:  # a CPU that plays a GPU may be busy with anything
             left = min(limit, left)
@@ -103,7 +102,7 @@ def _summary(run_dir: Path) -> dict[str, object]:
 
 
 def doctor(check: Check) -> list[Row]:
-    """What `tandem doctor` says of the GPU and its driver."""
+    """Check what `tandem doctor` reports about the GPU and its driver."""
     said = check.output([sys.executable, "-m", "tandem", "doctor"], 60.0)
     lines = dict(line.split(maxsplit=1) for line in said.splitlines() if line.startswith(("GPUs", "driver")))
     seen = f"GPUs {lines['GPUs']}; driver {lines['driver']}"
@@ -111,7 +110,7 @@ def doctor(check: Check) -> list[Row]:
 
 
 def digits(check: Check) -> list[Row]:
-    """The default task, on the GPU and on the CPU from the same seed."""
+    """Run the default task on the GPU and on the CPU, with the same seed."""
     words = ("--nproc", 1, "--task", "digits", "--steps", 60 if check.played else 500, "--log-every", 20)
     found = []
     for device in ("cuda", "cpu"):
@@ -125,7 +124,7 @@ def digits(check: Check) -> list[Row]:
 
 
 def killed(check: Check) -> list[Row]:
-    """Undisturbed, and with its rank killed: the weights, and how long the next step took to come."""
+    """Run without a fault and with a killed rank: compare the weights, and measure the recovery."""
     steps, width, kills, every = (120, 8, 1, 20) if check.played else (4000, 64, 2, 200)
     words = (*QUIET, "--nproc", 1, "--task", f"{TASKS}:ConvBySample", "--task.width", width)
     words = (*words, "--workers", 2, "--batch-size", 32)
@@ -157,9 +156,9 @@ def killed(check: Check) -> list[Row]:
 
 
 def recovery_beside_torchrun(check: Check) -> list[Row]:
-    """The same trainer and task under `tandem launch`, also with `--warm-gpu`, and under torchrun.
+    """Measure recovery under `tandem launch`, also with `--warm-gpu`, and under torchrun.
 
-    All save every 50 steps.
+    All use the same trainer and task, and save every 50 steps.
     """
     words = ("--device", "cuda", "--checkpoint-every", 50, "--steps", 10_000_000, "--log-every", 1000)
     torchrun = "torch.distributed.run --nproc-per-node 1 --max-restarts 9 -m tandem train".split()
@@ -215,7 +214,7 @@ def _stands_by(run: LiveRun) -> bool:
 
 
 def verified(check: Check) -> list[Row]:
-    """`tandem verify-resume`, which sets --deterministic on GPUs by itself."""
+    """Run `tandem verify-resume`, which sets --deterministic on GPUs."""
     words = ("--nproc", "1", "--task", f"{TASKS}:Conv", "--batch-size", "32", "--trials", "3")
     said = check.output([sys.executable, "-m", "tandem", "verify-resume", *words, "--device", "cuda"], 150.0)
     outcome = said.strip().splitlines()[-1]
@@ -223,10 +222,10 @@ def verified(check: Check) -> list[Row]:
 
 
 def two_ranks(check: Check, strategy: str = "ddp") -> list[Row]:
-    """Two nodes of one rank on one GPU, calm and with a rank killed: NCCL between ranks, and its errors.
+    """Run two nodes with one rank each on one GPU, without a fault and with a killed rank.
 
-    NCCL refuses two ranks with one GPU on one host, so each node is told that it is a host of its own; each
-    is a launch of its own, to which the GPU is its first.
+    This tests NCCL between ranks, and its errors. NCCL refuses two ranks that use one GPU of one host, so
+    each node gets another host name. Each node is a separate launch, for which the GPU is the first one.
     """
     steps, width = (40, 8) if check.played else (800, 64)
     words = ["--task", f"{TASKS}:Conv", "--task.width", width, "--batch-size", 32, "--steps", steps]
@@ -261,7 +260,7 @@ def two_ranks(check: Check, strategy: str = "ddp") -> list[Row]:
 
 
 def branches(check: Check) -> list[Row]:
-    """fp16 with clipping, and a layer that is frozen in the first epoch: other optimizers' steps."""
+    """Run fp16 with clipping, and a layer that is frozen in the first epoch: other paths of the optimizer."""
     rows = []
     for name, task, more in (
         ("fp16, --clip-norm", "Conv", ("--precision", "fp16", "--clip-norm", 1)),
@@ -276,7 +275,7 @@ def branches(check: Check) -> list[Row]:
 
 
 def synchronizations(check: Check) -> list[Row]:
-    """How often a step makes the host wait for the device."""
+    """Count how often a step makes the host wait for the device."""
     steps = 40
     words = ("--nproc", 1, "--task", f"{TASKS}:Conv", "--batch-size", 32, "--steps", 3 * steps)
     words = (
@@ -294,9 +293,8 @@ def synchronizations(check: Check) -> list[Row]:
         notes = check.folder / "notes"
         os.environ["PLAYED_GPU_NOTES"] = str(notes)
         check.run("synchronizations", *words)
-        waits = Counter(
-            {place: n for place, n in played_gpu.noted(notes).counts["wait"].items() if place not in PASSED}
-        )
+        found = played_gpu.noted(notes).counts["wait"]
+        waits = Counter({place: n for place, n in found.items() if place not in EXPECTED_WAITS})
         each = sum(count for count in waits.values() if count >= 3 * steps) / (3 * steps)
         worst = ", ".join(place for place, count in waits.most_common(3) if count >= 3 * steps)
     else:
@@ -352,7 +350,7 @@ def _gauge(run_dir: Path, name: str) -> float | None:
 def beside_bare_loops(
     check: Check, scale: str = "full", device: str = "cuda", rounds: int = 2, *, names: Sequence[str]
 ) -> list[Row]:
-    """ResNet-50 and a 124M GPT in bf16: tandem's step beside the same in a loop without any framework."""
+    """Compare a step of ResNet-50 and a 124M GPT in bf16 with a bare loop without a framework."""
     compiled = device == "cuda" and any(map(shutil.which, ("cc", "gcc", "clang")))
     of = {"Resnet50": ("Resnet50", 128, ("--channels-last",)), "Gpt124m": ("Gpt124m", 16, ())}
     rows = []
@@ -395,7 +393,7 @@ def beside_bare_loops(
 
 
 def graphs(check: Check) -> list[Row]:
-    """The default task compiled, with CUDA graphs and without: pace, and that both learn the same."""
+    """Run the compiled default task with and without CUDA graphs: speed, and equal losses."""
     rates, losses = [], []
     for mode in ("reduce-overhead", "default"):
         words = ("--nproc", 1, "--task", "digits", "--steps", 400, "--compile", mode)
@@ -439,7 +437,7 @@ CHECKS: dict[str, tuple[Callable[[Check], list[Row]], bool]] = {
 
 
 def rows_of(names: Sequence[str], played: bool, seconds: float) -> list[Row]:
-    """The rows of some checks; one that fails says how in a row of its own."""
+    """Return the rows of some checks; a check that fails becomes a row with the reason."""
     table: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="tandem-gpu-check-") as folder:
         os.environ.update(played_gpu.environment(Path(folder) / "notes") if played else _environment())

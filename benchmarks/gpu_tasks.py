@@ -1,10 +1,11 @@
-"""What gpu_check.py trains, as tasks of tandem's; and the bare loops beside them, one GPU and no framework.
+"""The tasks that gpu_check.py trains, and the same models in bare loops on one GPU, without a framework.
 
     python benchmarks/gpu_tasks.py Resnet50 --scale full --device cuda [--compile]
 
-prints a bare loop's milliseconds per step. It is the most that a person would write by hand: bf16 by
-autocast, channels last, a fused optimizer, and one batch that lies on the device, so that no data are waited
-for. All step times are between two steps of a run, with the device waited for at these two alone.
+prints the milliseconds per step of a bare loop. The loop has every optimization that people usually write by
+hand: bf16 by autocast, channels last, and a fused optimizer. It uses one batch that stays on the device, so
+it never waits for data. All step times are measured between two steps of a run. The host waits for the device
+only at these two.
 """
 
 import argparse
@@ -28,7 +29,7 @@ TIMES = "GPU_CHECK_TIMES"
 
 
 class Scale(NamedTuple):
-    """How much is computed: batch sizes, a picture's side, a text's length, the model's width and depth."""
+    """The amount of computation: batch sizes, image size, text length, and the model's width and depth."""
 
     pictures: int
     side: int
@@ -88,7 +89,7 @@ class Timed:
 
 
 class Resnet50(Timed):
-    """Pictures travel as bytes and are normalized on the device."""
+    """Images travel as bytes and are normalized on the device."""
 
     @property
     def batch_size(self) -> int:
@@ -116,7 +117,7 @@ class Resnet50(Timed):
 
 
 class Block(nn.Module):
-    """Attention and a layer of 4 times the width, each behind a norm, as in GPT-2."""
+    """Attention and a layer of 4 times the width, each after a norm, as in GPT-2."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -150,7 +151,7 @@ class Transformer(nn.Module):
 
 
 class Gpt124m(Timed):
-    """GPT-2 small without dropout, on tokens drawn at random."""
+    """GPT-2 small without dropout, on random tokens."""
 
     @property
     def batch_size(self) -> int:
@@ -173,7 +174,7 @@ class Gpt124m(Timed):
 
 @dataclass
 class Conv:
-    """Where kernels may add in any order: convolutions, products; and dropout, batch norm."""
+    """Operations whose kernels may sum in any order (convolutions, products), dropout and batch norm."""
 
     width: int = 64
 
@@ -194,7 +195,7 @@ class Conv:
 
 
 class BySample(Dataset[Any]):
-    """Rows that are asked for one at a time, so that loader processes have something to do."""
+    """Rows that are read one at a time, so that loader processes have work."""
 
     def __init__(self, rows: TensorRows) -> None:
         self.rows = rows
@@ -213,7 +214,7 @@ class ConvBySample(Conv):
 
 
 class Frozen(Conv):
-    """Its first convolution is trained from the second epoch on."""
+    """Its first convolution is frozen in the first epoch."""
 
     def freeze(self, model: nn.Module, epoch: int) -> None:
         next(model.parameters()).requires_grad_(epoch > 0)
@@ -223,7 +224,7 @@ TASKS: dict[str, Callable[[str], Timed]] = {"Resnet50": Resnet50, "Gpt124m": Gpt
 
 
 def bare(name: str, scale: str, device: torch.device, compiled: bool) -> float:
-    """Milliseconds per step of the loop that a person writes by hand."""
+    """Return the milliseconds per step of a hand-written loop."""
     task = TASKS[name](scale)
     model: Any = task.build_model().to(device)
     if name == "Resnet50" and device.type == "cuda":

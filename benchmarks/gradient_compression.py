@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""When does a compressed gradient pay? `python benchmarks/gradient_compression.py` (root, for the network).
+"""Measure when gradient compression pays off: `python benchmarks/gradient_compression.py` (needs root).
 
-Two machines as network namespaces with a cable between them, each with one rank; at both ends of the cable a
-token bucket (tc tbf) limits the rate. The ranks train one copy of wide_model.py's model for each compression,
-with tandem's own strategy and step, and take steps with them in turns: the ratio of two compressions is one
-of medians over the same seconds. Prints one table, and writes it as JSON.
+Two network namespaces, connected by a virtual cable, act as two machines with one rank each. At both ends of
+the cable, a token bucket (tc tbf) limits the rate. The ranks train a copy of wide_model.py's model for each
+compression, with tandem's strategy and step. The compressions take steps in turn, so a ratio compares medians
+over the same seconds. The program prints one table and writes it as JSON.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def run(*words: str) -> None:
 
 
 class Cable:
-    """Two network namespaces of this process alone; 10.78.0.1 and 10.78.0.2 at the ends."""
+    """Two network namespaces of this process; the ends of the cable are 10.78.0.1 and 10.78.0.2."""
 
     def __init__(self) -> None:
         self.machines = [f"tandem-{os.getpid()}-{end}" for end in (0, 1)]
@@ -61,7 +61,7 @@ class Cable:
 
 
 def train(rank: int, width: int, steps: int) -> dict[str, tuple[int, list[float]]]:
-    """{compression: (bytes, milliseconds) of a step}, as one of the two ranks."""
+    """Return {compression: (bytes, milliseconds) of a step}, as one of the two ranks."""
     import torch
 
     sys.path.insert(0, str(HERE))
@@ -104,7 +104,7 @@ def train(rank: int, width: int, steps: int) -> dict[str, tuple[int, list[float]
 
 
 def measure(cable: Cable, width: int, steps: int, folder: Path) -> dict[str, tuple[int, list[float]]]:
-    """What rank 0 has found. Raises SystemExit with the ranks' words where one fails."""
+    """Return the results of rank 0. Raises SystemExit with the ranks' output if one fails."""
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "cable"}
     ranks = []
     for rank, machine in enumerate(cable.machines):

@@ -1,9 +1,10 @@
-"""Hangs of three kinds: is the right rank named, how long after the timeout, and how often without a hang?
+"""Cause hangs of three kinds: is the right rank reported, how soon, and are there false alarms?
 
     python benchmarks/hang_trials.py [--trials 30] [--calm-minutes 30]
 
-A rank is stopped (SIGSTOP); the cable between two nodes in network namespaces is cut (root); one rank of
-three leaves out a collective. The calm run trains beside processes that take all cores.
+Kinds: a rank is stopped (SIGSTOP); the cable between two nodes in network namespaces is cut (needs root); one
+rank of three skips a collective. To find false alarms, another run trains next to processes that use all
+cores.
 """
 
 import argparse
@@ -27,7 +28,7 @@ FLAGS = (*FLAGS, "--max-restarts", 1000, "--hang-timeout", HANG_SECONDS)
 
 
 def stopped_rank(trials: int, folder: Path) -> Row:
-    """SIGSTOP to one of two nodes' ranks."""
+    """Send SIGSTOP to a rank of one of two nodes."""
     delays, right = [], 0
     with LiveRun(("tandem", "launch", "--nodes", "2"), folder / "stopped", *FLAGS) as run:
         for trial in range(trials):
@@ -43,7 +44,7 @@ def stopped_rank(trials: int, folder: Path) -> Row:
 
 
 def skipped_collective(trials: int, folder: Path) -> Row:
-    """One of three ranks leaves out a collective that the others take part in, once in every world."""
+    """Let one of three ranks skip a collective, once in every generation."""
     task = folder / "skipping.py"
     task.write_text(SKIPPING)
     delays, right = [], 0
@@ -83,7 +84,7 @@ class Skipping(Small):
 
 
 def cut_cable(trials: int, folder: Path) -> Row:
-    """The link between two nodes goes down, and up again once the hang was named."""
+    """Take the link between two nodes down, and up again once the hang was reported."""
     names = [f"tandem-bench-{os.getpid()}-{end}" for end in "ab"]
     end = ("name", "cable", "netns")
     delays, right, runs = [], 0, []
@@ -120,7 +121,7 @@ def cut_cable(trials: int, folder: Path) -> Row:
 
 
 def calm(minutes: float, folder: Path) -> Row:
-    """Training with the default timeout beside a process per core that computes without end."""
+    """Train with the default timeout next to one process per core that computes without end."""
     hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
     flags = ("--checkpoint-every", 500, "--log-every", 1000, "--steps", 10_000_000, "--lr", 0.01)
     try:

@@ -1,8 +1,9 @@
-"""A task with everything that makes a resume hard, small enough for many trials on two cores.
+"""A task with everything that makes an exact resume difficult, small enough for many trials on two cores.
 
-Dropout, BatchNorm, a buffer that counts, layers registered in another order than they are used (so that DDP
-rebuilds its buckets in a new order), samples and batches drawn with all three global generators, an epoch of
-12 steps; by its fields an optimizer and a scheduler of its own, and rows with NaN for `--on-nonfinite skip`.
+It has dropout, BatchNorm, a counting buffer, and layers that are registered in another order than they are
+used, so that DDP rebuilds its buckets in a new order. Samples and batches draw from all three global
+generators. An epoch has 12 steps. Its fields select its own optimizer and scheduler, and rows with NaN for
+`--on-nonfinite skip`.
 """
 
 import random
@@ -41,7 +42,7 @@ class Net(nn.Module):
 
 
 class NoisyRows(Dataset[tuple[Tensor, Tensor]]):
-    """Rows of numbers, each time with other noise; row 7 may be spoiled."""
+    """Rows of numbers with new noise each time; row 7 may contain NaN."""
 
     def __init__(self, noise: bool, spoiled: bool) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -63,7 +64,7 @@ class NoisyRows(Dataset[tuple[Tensor, Tensor]]):
 
 @dataclass
 class Hard:
-    """See the top of the file."""
+    """See the module's docstring."""
 
     own: bool = False
     spoiled: bool = False

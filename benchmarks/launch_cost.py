@@ -1,11 +1,11 @@
-"""From the command to the first step of all ranks, and the memory that a run then takes.
+"""Measure the time from the command to the first step of all ranks, and the memory that a run then uses.
 
     python benchmarks/launch_cost.py [--rounds 5] [--nodes 2,8,16] [--json FILE]
 
-`tandem launch` beside torchrun, which starts the same trainer: two ranks on one node, and two nodes of one
-rank. Both also start the same plain DDP script, up to its first epoch of ten short steps. Then nodes that one
-laptop simulates. Memory is the sum over all processes of what they hold, shared
-pages counted once (PSS).
+`tandem launch` is compared with torchrun, which starts the same trainer: two ranks on one node, and two nodes
+with one rank each. Both also start the same plain DDP script, measured up to the end of its first epoch of
+ten short steps. After that, many nodes are simulated on one machine. Memory is the sum over all processes,
+with shared pages counted once (PSS).
 """
 
 import argparse
@@ -33,7 +33,7 @@ SCRIPT = Path(__file__).parents[1] / "tests" / "scripts" / "programs" / "ddp_tut
 
 
 class Start(NamedTuple):
-    """A program with its words, and the flags that follow the task's."""
+    """A program with its arguments, and the flags that follow the task's."""
 
     launcher: Sequence[object]
     flags: Sequence[object] = ()
@@ -49,7 +49,7 @@ def megabytes(pids: Sequence[int]) -> float:
 
 
 def cost(folder: Path, starts: Sequence[Start]) -> Cost:
-    """Of a run, begun once on each node."""
+    """Measure a run that is started once on each node."""
     began = time.time()
     with ExitStack() as opened:
         runs = [
@@ -63,7 +63,7 @@ def cost(folder: Path, starts: Sequence[Start]) -> Cost:
 
 
 def end_of(pids: Sequence[int], seconds: float) -> Cost:
-    """The cost of a start that took `seconds`; then kills its processes."""
+    """Return the cost of a start that took `seconds`; then kill its processes."""
     found = Cost(seconds, megabytes(pids))
     for pid in pids[::-1]:  # torchrun's ranks are in sessions of their own
         with suppress(ProcessLookupError):
@@ -72,7 +72,7 @@ def end_of(pids: Sequence[int], seconds: float) -> Cost:
 
 
 def cost_of_script(folder: Path, *launcher: object) -> Cost:
-    """Of two ranks of a plain script, until it has written its first snapshot."""
+    """Measure two ranks of a plain script, until it has written its first snapshot."""
     snapshot = folder / "snapshot.pt"
     began = time.monotonic()
     output = folder / "output.txt"
@@ -114,7 +114,7 @@ def _port() -> int:
 def beside(
     name: str, ours: Callable[[Path], Cost], theirs: Callable[[Path], Cost], rounds: int
 ) -> list[Row]:
-    """Two rows: seconds and memory."""
+    """Return two rows that compare seconds and memory."""
     found: dict[bool, list[Cost]] = {True: [], False: []}
     for number in range(rounds):
         for is_ours in (number % 2 == 0, number % 2 == 1):

@@ -1,4 +1,4 @@
-"""Runs that are disturbed while they train: started, watched through their events, and hit."""
+"""Runs that a benchmark starts, watches through their events, and injects faults into."""
 
 import json
 import os
@@ -18,10 +18,9 @@ LIMIT_SECONDS = 120.0
 
 
 class LiveRun:
-    """One launch, leader of a session of its own, `inside` a network namespace if one is named, with more
-    `variables`.
+    """One launch, the leader of its own session, optionally `inside` a network namespace.
 
-    `close` ends that session and the launcher's children, nothing else.
+    `variables` are added to its environment. `close` ends only that session and the launcher's children.
     """
 
     def __init__(
@@ -49,11 +48,11 @@ class LiveRun:
         _environs[self.process.pid] = environment
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        """The lines of events.jsonl of that kind so far."""
+        """Return the lines of events.jsonl of this kind so far."""
         return [event for event in self.lines("events.jsonl") if event.get("kind") == kind]
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """The lines of a journal so far; {} for one that is being written."""
+        """Return the lines of a journal so far; {} for an incomplete one."""
         try:
             lines = (self.run_dir / name).read_text().splitlines()
         except FileNotFoundError:
@@ -61,7 +60,7 @@ class LiveRun:
         return [_parsed(line) for line in lines]
 
     def until(self, condition: Callable[[], bool], what: str, limit: float = LIMIT_SECONDS) -> None:
-        """Raises RuntimeError with the run's last words when `limit` seconds pass, or the run ends."""
+        """Wait for the condition. Raises RuntimeError with the run's last output after `limit` or its end."""
         deadline = time.monotonic() + limit
         while not condition():
             if time.monotonic() > deadline or self.process.poll() is not None:
@@ -69,7 +68,7 @@ class LiveRun:
             time.sleep(0.002)
 
     def words(self, last: int | None = 2000) -> str:
-        """The last characters of what it has said."""
+        """Return the end of the output."""
         text = self.output.read_text(errors="replace")
         return text if last is None else text[-last:]
 
@@ -77,11 +76,11 @@ class LiveRun:
         return dict(json.loads((self.run_dir / "summary.json").read_text()))
 
     def wait(self, limit: float = LIMIT_SECONDS) -> int:
-        """The exit code. Raises subprocess.TimeoutExpired."""
+        """Return the exit code. Raises subprocess.TimeoutExpired."""
         return self.process.wait(limit)
 
     def ranks(self) -> dict[int, int]:
-        """{rank: pid} of this launch."""
+        """Return {rank: pid} of this launch."""
         return {
             int(name.removeprefix("tandem-rank-")): pid
             for pid, name in session_of(self.process.pid)
@@ -89,7 +88,7 @@ class LiveRun:
         }
 
     def workers(self) -> list[int]:
-        """The worker processes of a torchrun launch: its children."""
+        """Return the worker processes of a torchrun launch: its children."""
         try:
             children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         except FileNotFoundError:
@@ -97,7 +96,7 @@ class LiveRun:
         return [int(pid) for pid in children.split()]
 
     def agents(self) -> dict[int, int]:
-        """{node: pid} of the nodes' agents."""
+        """Return {node: pid} of the nodes' agents."""
         return {
             int(name.removeprefix("tandem-node-")): pid
             for pid, name in session_of(self.process.pid)
@@ -129,12 +128,12 @@ _environs: dict[int, Mapping[str, str]] = {}
 
 
 def session_of(leader: int) -> list[tuple[int, str]]:
-    """The living processes (pid, name) of a run, also those that lead sessions of their own."""
+    """Return the living processes (pid, name) of a run, also those in their own sessions."""
     return [(each.pid, each.name) for each in living(_environs[leader])]
 
 
 def tree_of(root: int) -> list[int]:
-    """A process and all below it, whichever sessions they are in."""
+    """Return a process and all its descendants, in any session."""
     parents = {}
     for entry in Path("/proc").iterdir():
         with suppress(OSError, ValueError, IndexError):
@@ -146,8 +145,10 @@ def tree_of(root: int) -> list[int]:
 
 
 def memory_of(pid: int, *kinds: str) -> int:
-    """Bytes of a process's memory, shared pages by their share (PSS), all or of these kinds such as
-    "Pss_Anon"; 0 where it has ended."""
+    """Return the bytes of a process's memory, with its part of shared pages (PSS).
+
+    `kinds`, such as "Pss_Anon", select a part of it. 0 if the process has ended.
+    """
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:

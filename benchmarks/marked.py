@@ -1,6 +1,6 @@
-"""Processes of a launch that a benchmark has started, wherever they are: each has a mark in its environment.
+"""Find all processes of a launch that a benchmark started, by a mark in their environment.
 
-Ranks lead sessions of their own, and daemons have no parent: what they have in common is a variable.
+Ranks lead their own sessions, and daemons have lost their parent, so only an environment variable finds all.
 """
 
 import os
@@ -20,14 +20,14 @@ class Marked(NamedTuple):
 
 
 def marked(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` for a program whose processes are to be known."""
+    """Return `environ` with a mark by which a program's processes can be found."""
     return {**environ, MARK: uuid.uuid4().hex}
 
 
 def started(
     command: Sequence[str], environ: Mapping[str, str], output: Path, cwd: Path | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a program as leader of a session of its own; what it prints is appended to `output`."""
+    """Start a program as the leader of its own session; append its output to `output`."""
     with output.open("ab") as file:
         return subprocess.Popen(
             command,
@@ -41,7 +41,7 @@ def started(
 
 
 def living(environ: Mapping[str, str]) -> list[Marked]:
-    """What was started with this environment and has not ended."""
+    """Return the living processes that were started with this environment."""
     found, line = [], f"{MARK}={environ[MARK]}".encode()
     for entry in Path("/proc").glob("[0-9]*"):
         try:

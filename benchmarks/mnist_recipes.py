@@ -1,12 +1,12 @@
-"""MNIST under DDP as people write it, to be started by torchrun. It knows nothing of tandem.
+"""MNIST under DDP as tutorials write it, started by torchrun, without tandem.
 
     torchrun --nproc-per-node 2 benchmarks/mnist_recipes.py tutorial DATA [--epochs 14]
 
-`tutorial`: what tutorials on DDP teach: two convolutions of 5 x 5 and two linear layers, SGD with a rate of
-0.01 and a momentum of 0.5, 64 pictures a rank and step. `example`: the recipe of pytorch/examples' MNIST
-program: two convolutions of 3 x 3, two dropouts, Adadelta with a rate of 1 that falls to 0.7 of it after each
-epoch. Both read torchvision's MNIST through torch's DataLoader; rank 0 tests after each epoch, and the others
-wait.
+`tutorial` is the model of DDP tutorials: two convolutions of 5 x 5 and two linear layers, SGD with a learning
+rate of 0.01 and a momentum of 0.5, and 64 images per rank and step. `example` is the MNIST program of
+pytorch/examples: two convolutions of 3 x 3, two dropouts, and Adadelta with a learning rate of 1 that is
+multiplied by 0.7 after each epoch. Both read torchvision's MNIST through torch's DataLoader. After each epoch
+rank 0 tests the model, and the other ranks wait.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 
 class TutorialNet(nn.Module):
-    """Pictures [B, 1, 28, 28] -> logits [B, 10]."""
+    """Images [B, 1, 28, 28] -> logits [B, 10]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class TutorialNet(nn.Module):
 
 
 class ExampleNet(nn.Module):
-    """Pictures [B, 1, 28, 28] -> logits [B, 10]."""
+    """Images [B, 1, 28, 28] -> logits [B, 10]."""
 
     def __init__(self) -> None:
         super().__init__()

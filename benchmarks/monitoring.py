@@ -1,13 +1,14 @@
-"""What watching costs, and whether it names the right rank. Prints one table, writes one JSON.
+"""Measure what monitoring costs, and whether it reports the right straggler. Print one table, write one JSON.
 
     python benchmarks/monitoring.py --json build/monitoring.json [--trials 200]
 
-Stragglers: one run of four ranks whose steps sleep 20 ms; in each trial of 20 steps one rank, drawn at
-random, sleeps 1.33 times as long, or nobody does. Named means: after those 20 steps that rank is marked.
-The page, the metrics and the log name a rank that is marked for long: lasting names are those that the
-trials without a slow rank give when they follow each other.
-Cost: one two-rank run in blocks of 50 steps, in turn bare, watched (clocks, gather, messages, who takes
-them) and watched while a scraper on the same cores reads 64 ranks' series once a second.
+Stragglers: one run of four ranks whose steps sleep 20 ms. In each trial of 20 steps, one rank, drawn at
+random, sleeps 1.33 times as long, or none does. A trial succeeds if exactly that rank is marked after those
+20 steps. The page, the metrics and the log report only a rank that is marked for longer. The false reports
+are those that trials without a slow rank would cause if they followed each other.
+Cost: one run of two ranks trains in blocks of 50 steps: without monitoring, with it (clocks, gather,
+messages, and their receiver), and with it while a scraper on the same cores reads the series of 64 ranks once
+a second.
 """
 
 import argparse
@@ -55,7 +56,7 @@ MODES = ("bare", "watched", "scraped")
 
 
 class SleepyTask:
-    """A small model whose loss takes as long as `seconds` says."""
+    """A small model whose loss takes `seconds`."""
 
     seconds = 0.0
 
@@ -100,7 +101,7 @@ def open_world(rank: int, ranks: int, port: int) -> ProcessGroup:
 
 
 def name_stragglers(rank: int, port: int, trials: int, output: str) -> None:
-    """`trials` with a slowed rank and as many without, in random order."""
+    """Run `trials` with a slow rank and as many without, in random order."""
     world, task = open_world(rank, RANKS, port), SleepyTask()
     stepper, micro_batches = make_stepper(world, task, 8)
     draw = random.Random(7)  # the same on all ranks
@@ -127,7 +128,10 @@ def name_stragglers(rank: int, port: int, trials: int, output: str) -> None:
 
 
 def measure_cost(rank: int, port: int, blocks: int, folder: str, scraping: Flag) -> None:
-    """Seconds per step of `blocks` blocks in each mode, in random order; `scraping` lets the scraper go."""
+    """Return the seconds per step of `blocks` blocks in each mode, in random order.
+
+    `scraping` enables the scraper.
+    """
     world, task = open_world(rank, 2, port), SleepyTask()
     stepper, micro_batches = make_stepper(world, task, 120)
     task.seconds = 0.003
@@ -159,7 +163,7 @@ def measure_cost(rank: int, port: int, blocks: int, folder: str, scraping: Flag)
 
 
 class BareClock(Clock):
-    """Looks at no clock and hangs nothing into backward."""
+    """A clock that measures nothing and adds no callbacks to backward."""
 
     def begin_step(self) -> None: ...
     def enter(self, phase: str) -> None: ...
@@ -167,7 +171,7 @@ class BareClock(Clock):
 
 
 def scrape(url: str, stop: threading.Event, scraping: Flag, seconds: list[float]) -> None:
-    """Once a second, when it is time to, as a Prometheus with a scrape interval of 1 s would."""
+    """Scrape once a second while enabled, like Prometheus with a scrape interval of 1 s."""
     while not stop.wait(1.0):
         if not scraping.is_set():
             continue
@@ -231,9 +235,10 @@ def costs(blocks: int) -> dict[str, float]:
 
 
 def added(name: str, more: Sequence[float], less: Sequence[float]) -> dict[str, float]:
-    """What `more` takes longer, as a share, and the standard error of that.
+    """Return the relative extra time of `more`, and its standard error.
 
-    Blocks of a round follow each other, so a disturbance of the host hits them alike: the median over rounds.
+    Blocks of a round follow each other, so other load affects them equally. The result is the median over
+    rounds.
     """
     ratios = [one / other for one, other in zip(more, less, strict=True)]
     low, _, high = statistics.quantiles(ratios, n=4)

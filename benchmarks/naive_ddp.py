@@ -1,9 +1,10 @@
-"""What many write by hand: DDP under torchrun, a checkpoint every few steps, resumed after a crash.
+"""The usual hand-written solution: DDP under torchrun that saves every few steps and resumes after a crash.
 
-It is given tandem's virtues for free (data and seeds by step, no dropout, optimizer saved, file replaced
-atomically); what is left to go wrong is DDP's own first step, which sums in other buckets.
+It gets some of tandem's guarantees: data and seeds that depend on the step, no dropout, a saved optimizer,
+and a checkpoint that is replaced atomically. The remaining cause of differences is DDP's first step, which
+sums in other buckets.
 
-    torchrun --nproc-per-node 3 --max-restarts 1 benchmarks/naive_ddp.py FOLDER KILL_AT     (0: undisturbed)
+    torchrun --nproc-per-node 3 --max-restarts 1 benchmarks/naive_ddp.py FOLDER KILL_AT     (0: no kill)
 """
 
 import hashlib

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""What a slower network costs: `python3 benchmarks/network_rate.py [--image tandem:cuda]`.
+"""Measure what a slower network costs: `python3 benchmarks/network_rate.py [--image tandem:cuda]`.
 
-Trains a wide model on two containers without a limit and at lower rates. Exposed communication is the time
-of the backward pass beyond that of one node alone, which exchanges nothing: DDP hides what it can behind the
-backward pass, the rest is waited for. Prints one table and writes
+A wide model trains on two containers, without a limit and at lower rates. Exposed communication is the time
+of the backward pass minus that of a single node, which exchanges nothing: DDP hides as much communication as
+possible behind the backward pass, and waits for the rest. Prints one table and writes
 results/network_rate.json.
 """
 
@@ -38,7 +38,7 @@ class Row:
 
 
 def measure(image: str, nodes: int, rate: str) -> float:
-    """Milliseconds of the backward pass per step. Raises ClusterError when the run fails."""
+    """Return the milliseconds of the backward pass per step. Raises ClusterError if the run fails."""
     cluster = Cluster(
         PROJECT,
         {

@@ -1,12 +1,12 @@
-"""Lost nodes under ddp and killed ranks under fsdp: at most one step again, no checkpoint read, equal bits.
+"""Kill nodes under ddp and ranks under fsdp: at most one step is lost, and the bits are equal.
 
     python benchmarks/node_trials.py [--node-trials 20] [--torchrun-trials 3] [--rank-trials 25] [--json FILE]
 
-Three nodes train under ddp. Each in turn, node 0 with the store too, is killed with its agent and ranks and
-started again. Under torchrun, the same script with the same checkpoints ends, and all nodes are started
-again, as its users do by hand. Under fsdp, a random one of two ranks is killed. A run under tandem takes all
-kills of its row and is compared with an undisturbed one: SHA-256 of the weights. A step counts as lost if its
-line was in the journal before the kill.
+Three nodes train under ddp. Each in turn, including node 0 with the store, is killed with its agent and ranks
+and started again. Under torchrun, the same fault ends the same script with the same checkpoints, and all
+nodes are started again, as users do by hand. Under fsdp, a random one of two ranks is killed. With tandem,
+one run takes all kills of its row, and its weights (SHA-256) are compared with those of an uninterrupted run.
+A step counts as lost if its line was in the journal before the kill.
 """
 
 import argparse
@@ -34,7 +34,7 @@ LIMIT_SECONDS = 240.0
 
 
 class Loss(NamedTuple):
-    """What a kill cost: seconds to the next step of all ranks, steps that are repeated, and the source."""
+    """The cost of a kill: seconds to the next step of all ranks, repeated steps, and the state's source."""
 
     seconds: float
     steps: int
@@ -42,12 +42,12 @@ class Loss(NamedTuple):
 
     @property
     def is_small(self) -> bool:
-        """At most one step, and nothing was read from the volume."""
+        """True if at most one step was lost, and nothing was read from the volume."""
         return self.steps <= 1 and self.source.startswith("memory")
 
 
 def last_step(run: LiveRun) -> int:
-    """The last step in the journal."""
+    """Return the last step in the journal."""
     lines = run.lines("metrics.jsonl")
     return max((int(line["step"]) for line in lines if "step" in line), default=0)
 
@@ -70,13 +70,13 @@ def loss_of(run: LiveRun, kill: Callable[[], LiveRun]) -> Loss:
 
 
 def undisturbed(folder: Path, ranks: int, *flags: object) -> str:
-    """The SHA-256 of the weights of a run without kills."""
+    """Return the SHA-256 of the weights of a run without kills."""
     with LiveRun(("tandem", "launch", "--nproc", str(ranks)), folder, *FLAGS, *flags) as run:
         return weights(run)
 
 
 def weights(run: LiveRun) -> str:
-    """The same of a run that is waited for."""
+    """Wait for a run to end, and return the SHA-256 of its weights."""
     if run.wait(LIMIT_SECONDS):
         raise RuntimeError(run.words())
     return str(run.summary()["weights_sha256"])
@@ -87,7 +87,7 @@ def start_nodes(folder: Path, launcher: Callable[[int], Sequence[str]], *flags: 
 
 
 def lost_nodes(node: int, trials: int, folder: Path) -> tuple[list[Loss], bool]:
-    """What each kill of `node` cost, and whether the run ended with the bits of an undisturbed one."""
+    """Return the cost of each kill of `node`, and whether the bits equal an uninterrupted run's."""
     steps = ("--steps", STEPS_PER_KILL * trials + 100)
     address = ("--nodes", NODES, "--master", f"127.0.0.101:{20_000 + random.randrange(20_000)}")
     flags = (*steps, *address, "--max-restarts", 0)
@@ -115,7 +115,7 @@ def lost_nodes(node: int, trials: int, folder: Path) -> tuple[list[Loss], bool]:
 
 
 def torchrun_by_hand(node: int, folder: Path) -> Loss:
-    """The same kill under torchrun; then all nodes are ended and started again."""
+    """Do the same kill under torchrun; then end all nodes and start them again."""
 
     def start() -> list[LiveRun]:
         port = str(20_000 + random.randrange(10_000))
@@ -178,7 +178,7 @@ def kill_a_rank(run: LiveRun) -> LiveRun:
 
 
 def rank_row(trials: int, folder: Path) -> Row:
-    """A random rank of two is killed under fsdp."""
+    """Kill a random one of two ranks under fsdp."""
     steps = ("--steps", STEPS_PER_KILL * trials + 100, "--strategy", "fsdp")
     launch = ("tandem", "launch", "--nproc", "2", "--max-restarts", str(2 * trials))
     with LiveRun(launch, folder / "fsdp", *FLAGS, *EVERY, *steps) as run:

@@ -1,11 +1,11 @@
-"""Loops of one's own, killed and resumed: each example under `tandem launch`, SIGKILLs at 1 and at 2 ranks.
+"""Kill and resume custom loops: each example runs under `tandem launch`, with 1 and with 2 ranks.
 
     python benchmarks/own_loop_trials.py [--kills 10] [--worlds 1,2] [--only gan ...] [--json FILE]
 
-What `tandem verify-resume --script examples/NAME.py` does, with more kills in a run: 40 steps, killed
-KILLS_PER_RUN times at random steps, the first time all processes, then one rank, which the agent starts
-again. At its end the run is compared with one that nobody touched: weights, what is kept, every line of the
-log. Where they differ, all of the run's kills count as failed.
+This is `tandem verify-resume --script examples/NAME.py` with more kills per run. A run of 40 steps is killed
+(SIGKILL) KILLS_PER_RUN times at random steps: first all processes, then one rank at a time, which the agent
+restarts. At the end, the run is compared with an uninterrupted one: weights, kept state, and every line of
+the log. If they differ, all kills of the run count as failed.
 """
 
 import argparse
@@ -27,7 +27,7 @@ NAMES = ("gan", "ema_frozen", "stream_lm", "distillation", "own_collective")
 
 
 def rows(worlds: Sequence[int] = (1, 2), kills: int = 10, names: Sequence[str] = NAMES) -> list[Row]:
-    """A row for each example and number of ranks. Says every killed run on stderr."""
+    """Return a row for each example and number of ranks. Log every killed run on stderr."""
     return [_row(name, world_size, kills) for name in names for world_size in worlds]
 
 

@@ -1,10 +1,10 @@
-"""Runs that are suspended: is nobody named, does no rank start again, and are the bits the same?
+"""Suspend runs: is no rank reported, does no rank restart, and are the bits the same?
 
     python benchmarks/pause_trials.py [--count 100] [--longest 60]
 
-SIGSTOP for 3 to 60 seconds at a random moment, one pause after another in each run: to the whole tree (as
-Ctrl-Z, `docker pause` and `scontrol suspend` do), to one node's agent, and to one rank. A rank that is
-stopped alone for longer than --hang-timeout is a hang: then it has to be named, and nobody else.
+Processes are stopped with SIGSTOP for 3 to 60 seconds at a random moment, several times in each run: the
+whole tree (as with Ctrl-Z, `docker pause` and `scontrol suspend`), the agent of one node, or one rank. A
+single rank that is stopped for longer than --hang-timeout is a hang: exactly this rank must then be reported.
 """
 
 import argparse

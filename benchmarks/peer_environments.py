@@ -1,7 +1,7 @@
-"""A virtual environment for each peer, under build/peers, from PyPI.
+"""Create a virtual environment for each peer, below build/peers, from PyPI.
 
-The packages of this interpreter, such as torch, can be imported there, except where a peer needs another
-torch. An environment is made once for its list of packages, and made again when that list changes.
+It can import the packages of this interpreter, such as torch, unless the peer needs another torch. An
+environment is created once for its list of packages, and again when that list changes.
 """
 
 import json

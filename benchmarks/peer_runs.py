@@ -1,6 +1,6 @@
-"""One run of a contender of peers.py: started, watched through its ranks' records, hit once, and judged.
+"""Run a contender of peers.py: start it, watch the records of its ranks, kill one, and judge the result.
 
-A trial is a launch of its own. When all ranks have finished a step, it trains for SETTLED_SECONDS more, so
+Each trial is a separate launch. When all ranks have finished a step, it trains for SETTLED_SECONDS more, so
 that a contender can prepare for a restart. Then its memory is measured, and a random rank is killed (SIGKILL)
 at a random step of the next SPREAD_STEPS. The trial ends when all ranks are BEYOND_STEPS further than before.
 """
@@ -33,7 +33,7 @@ RECOVERY_SECONDS = 150.0
 
 
 class RunError(Exception):
-    """The run ended, or took too long; the message is the last line that says why."""
+    """The run ended or took too long; the message is the last line that says why."""
 
 
 class Line(NamedTuple):
@@ -50,11 +50,12 @@ class Line(NamedTuple):
 
 @dataclass
 class Trial:
-    """What one launch and one kill came to. Seconds; None: it did not come to that.
+    """The result of one launch and one kill, in seconds; None: the trial did not get that far.
 
-    `next_step`: from the kill to the next step that all ranks finish which then train. `all_ranks`: the same
-    with as many ranks as before. `lost`: samples that were read and are not in the weights. `twice`: samples
-    that are in the weights, and there twice, or about to be read again because a rank has gone back to them.
+    `next_step`: from the kill to the next step of all running ranks after which training continues.
+    `all_ranks`: the same with the original number of ranks. `lost`: samples that were read but are not in the
+    weights. `twice`: samples that are in the weights twice, or will be read again after a rank resumed from
+    before them.
     """
 
     first_step: float
@@ -84,7 +85,7 @@ class Run:
         self.process = started(["bash", "-c", command], self.environment, self.output, folder)
 
     def read(self) -> list[Line]:
-        """All lines so far, in the order of time."""
+        """Return all lines so far, ordered by time."""
         new = []
         for path in self.folder.glob("steps-*.txt"):
             with path.open("rb") as file:
@@ -98,7 +99,7 @@ class Run:
         return self.lines
 
     def until(self, condition: Callable[[list[Line]], bool], what: str, limit: float) -> None:
-        """Raises RunError when `limit` seconds pass, or the launch ends."""
+        """Wait for the condition. Raises RunError after `limit` seconds, or if the launch ends."""
         deadline = time.monotonic() + limit
         while not condition(self.read()):
             code = self.process.poll()
@@ -109,14 +110,14 @@ class Run:
             time.sleep(0.02)
 
     def last_words(self) -> str:
-        """The last line with an error, or the last line, of what it has printed."""
+        """Return the last line with an error, else the last line of output."""
         printed = self.output.read_text(errors="replace").splitlines()
         lines = [line.strip() for line in printed if line.strip()]
         errors = [line for line in lines if "Error" in line or "error:" in line]
         return (errors or lines or ["no output"])[-1][-300:]
 
     def processes(self) -> set[int]:
-        """All that the launch has started, in whatever session."""
+        """Return all processes that the launch has started, in any session."""
         known = {each.pid for each in living(self.environment)} | {self.process.pid}
         return {pid for each in known for pid in tree_of(each)}
 
@@ -142,10 +143,10 @@ def _line(pid: int, text: str) -> Line:
 
 
 def trial(command: str, folder: Path, variables: Mapping[str, str], orders: Sequence[Sequence[int]]) -> Trial:
-    """Launch, train, kill a rank, and see what comes of it.
+    """Launch, train, kill a rank, and judge the rest of the run.
 
-    `orders`: the samples of each rank in the order in which an uninterrupted run reads them. Raises RunError
-    if the run does not come to its first step.
+    `orders`: the samples of each rank in the order of an uninterrupted run. Raises RunError if the run does
+    not reach its first step.
     """
     with Run(command, folder, variables) as run:
         run.until(_all_ranks_have_begun, "first step", START_SECONDS)
@@ -173,12 +174,12 @@ def _all_ranks_have_begun(lines: Sequence[Line]) -> bool:
 
 
 def _last(lines: Sequence[Line], killed: float) -> int:
-    """The last step that counted before the kill."""
+    """Return the last step that counted before the kill."""
     return max(each.step for each in lines if each.counted and each.time <= killed)
 
 
 def _is_beyond(lines: Sequence[Line], killed: float, victim: int, last: int) -> bool:
-    """Whether all ranks have trained on, until no sample that was read before the kill can still be used."""
+    """Return whether no sample that was read before the kill can still be used by any rank."""
     if not any(_whole_steps(lines, killed, victim, RANKS)):
         return False
     newest = {each.rank: each.step for each in lines if each.time > killed and each.pid != victim}
@@ -188,9 +189,9 @@ def _is_beyond(lines: Sequence[Line], killed: float, victim: int, last: int) -> 
 def _whole_steps(
     lines: Sequence[Line], killed: float, victim: int, ranks: int | None = None
 ) -> Iterator[tuple[float, int]]:
-    """(when, step) of the steps after the kill that all ranks finished which trained, in that order.
+    """Return (time, step) of the steps after the kill that all running ranks finished, in order.
 
-    `ranks`: only those of so many ranks. A step that a survivor finished alone has a rank too few.
+    `ranks`: only those with this number of ranks. A step that a survivor finished alone has a rank too few.
     """
     there: dict[tuple[int, int], set[int]] = {}
     for each in lines:
@@ -205,7 +206,7 @@ def _whole_steps(
 def judge(
     found: Trial, lines: Sequence[Line], killed: float, victim: int, orders: Sequence[Sequence[int]]
 ) -> None:
-    """Fill in what the records say of the time after the kill."""
+    """Fill in the results from the records after the kill."""
     first = next(_whole_steps(lines, killed, victim), None)
     if first is None:
         return
@@ -224,7 +225,7 @@ def judge(
 
 
 def in_the_weights(lines: Sequence[Line], rank: int) -> list[int]:
-    """The samples of this rank in the weights at the end. Going back to a step takes back those after it."""
+    """Return this rank's samples in the final weights. Going back to a step removes those after it."""
     steps: list[Line] = []
     for each in lines:
         if each.rank == rank and each.counted:
@@ -235,10 +236,10 @@ def in_the_weights(lines: Sequence[Line], rank: int) -> list[int]:
 
 
 def _read_again(samples: Sequence[int], places: Mapping[int, int]) -> int:
-    """How many samples are still before this rank in its order although they are in the weights already."""
+    """Return how many samples this rank will read although they are in the weights already."""
     return sum(places[sample] > places[samples[-1]] for sample in samples) if samples else 0
 
 
 def _read(lines: Sequence[Line], rank: int) -> Iterator[int]:
-    """All samples that this rank has read, whether they counted or not."""
+    """Return all samples that this rank has read, whether they counted or not."""
     return (sample for each in lines if each.rank == rank for sample in each.samples)

@@ -1,11 +1,11 @@
-"""tandem and its peers: what the kill of one rank costs each.
+"""Compare tandem with its peers: what the kill of one rank costs each of them.
 
     python benchmarks/peers.py [--trials 20] [--only NAME ...] [--json FILE]
 
-All train the same model on two ranks of this machine over gloo (peer_programs/workload.py); every trial is a
-launch of its own (peer_runs.py), and in each round all have their turn. Peers are installed from PyPI, each
-into an environment of its own under --environments. A peer that cannot be installed, or does not train, is a
-row with the reason. With --only, the other contenders' results in FILE stay as they are.
+All train the same model on two ranks of this machine over gloo (peer_programs/workload.py). Every trial is a
+separate launch (peer_runs.py), and each round has one trial of every contender. Peers are installed from
+PyPI, each into its own environment below --environments. For a peer that cannot be installed, or that does
+not train, the row has the reason. With --only, the results of the other contenders in FILE are kept.
 """
 
 import argparse
@@ -157,7 +157,7 @@ SHARED = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 class Entry:
-    """One contender: its environment, its trials, and why it has no more."""
+    """One contender: its environment, its trials, and why it has no more of them."""
 
     def __init__(self, name: str, environments: Path) -> None:
         self.name, self.contender = name, CONTENDERS[name]
@@ -172,7 +172,7 @@ class Entry:
             print(f"{name}: {self.error}", file=sys.stderr, flush=True)
 
     def run(self, orders: Sequence[Sequence[int]]) -> None:
-        """One trial, unless it has come to nothing too often."""
+        """Run one trial, unless too many have failed."""
         if not self.python or self.failures >= TWO_TRIES:
             return
         with tempfile.TemporaryDirectory(prefix="peers-", ignore_cleanup_errors=True) as folder:
@@ -208,7 +208,7 @@ class Entry:
 
 
 def _environment_name(name: str) -> str:
-    """The first contender with the same environment: it is made once."""
+    """Return the first contender with the same environment, which is created once."""
     wanted = CONTENDERS[name].environment
     return next(each for each, contender in CONTENDERS.items() if contender.environment == wanted)
 
@@ -219,7 +219,7 @@ def _line(found: dict[str, Any]) -> str:
 
 
 def free_ports() -> int:
-    """The first of three neighboring free ports."""
+    """Return the first of three consecutive free ports."""
     while True:
         with socket.socket() as first, socket.socket() as second, socket.socket() as third:
             first.bind(("127.0.0.1", 0))
@@ -233,7 +233,7 @@ def free_ports() -> int:
 
 
 def merged(entries: Sequence[Entry], path: Path | None) -> dict[str, Any]:
-    """What the file has of the other contenders, and these, in the order of CONTENDERS."""
+    """Return the other contenders' results in the file together with these, in CONTENDERS' order."""
     known = json.loads(path.read_text()) if path and path.exists() else {"machines": {}, "contenders": {}}
     for entry in (each for each in entries if each.trials or each.error):
         known["machines"][entry.name] = machine()

@@ -1,4 +1,4 @@
-"""The table of peers.py, and how each contender was run, from its results."""
+"""The table of peers.py, and how each contender was run, created from its results."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ HEAD = (
 
 
 def render(found: dict[str, Any]) -> str:
-    """Markdown: a row for each contender, then its settings. Medians, and the worst trial in parentheses."""
+    """Return Markdown: a row per contender with median and worst trial, then its settings."""
     entries = found["contenders"].values()
     lines = [f"| {' | '.join(cells)} |" for cells in (HEAD, *map(_row, entries))]
     settings = [f"- **{entry['title']}:** {entry['settings']}{_reason(entry)}." for entry in entries]
@@ -19,7 +19,7 @@ def render(found: dict[str, Any]) -> str:
 
 
 def brief(found: dict[str, Any]) -> tuple[str, str]:
-    """Trials, and the median to the next step, of each contender that has recovered."""
+    """Return the trials, and the median to the next step, of each contender that recovered."""
     medians, counts = [], []
     for entry in found["contenders"].values():
         seconds = [each["next_step"] for each in entry["trials"] if each["next_step"] is not None]
@@ -51,7 +51,7 @@ def _seconds(trials: Sequence[dict[str, Any]], name: str) -> str:
 
 
 def _shown(trials: Sequence[dict[str, Any]], name: str, text: Callable[[float], str]) -> str:
-    """The median, and the worst if it is shown differently."""
+    """Return the median, and the worst value if it is formatted differently."""
     values = [each[name] for each in trials]
     if not values:
         return ""
@@ -60,7 +60,7 @@ def _shown(trials: Sequence[dict[str, Any]], name: str, text: Callable[[float], 
 
 
 def _reason(entry: dict[str, Any]) -> str:
-    """Why it was not measured, or what became of the trials that did not recover."""
+    """Return why it was not measured, or what happened in the trials that did not recover."""
     ended = [each["ended"] for each in entry["trials"] if each["ended"]]
     said = [f"Not measured: {entry['error']}"] if entry["error"] and not entry["trials"] else []
     said += [f"{len(ended)} did not recover, the last: {ended[-1]}"] if ended else []

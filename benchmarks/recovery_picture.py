@@ -1,10 +1,10 @@
-"""A real run, a rank of it killed, and what two terminals said and when: a picture of 12 seconds (SVG).
+"""Record a real run in which a rank is killed, and draw the output of two terminals as an SVG of 12 seconds.
 
     python benchmarks/recovery_picture.py [--picture docs/pictures/recovery.svg]
 
-Two nodes train the digits. Once they train, `tandem kill --rank 1` is typed in the second terminal as a
-person would, in the picture's third second. Each line appears when it appeared on its terminal; the start
-and the end are cut, and three dots stand for the start. Who wants no movement (prefers-reduced-motion) sees
+Two nodes train the digits. Once they train, `tandem kill --rank 1` is typed in the second terminal, as a user
+would, in the third second of the animation. Each line appears when it appeared on its terminal. The start and
+the end are cut; three dots replace the start. Readers who prefer reduced motion (prefers-reduced-motion) see
 all lines at once.
 """
 
@@ -35,7 +35,7 @@ class Line(NamedTuple):
 
 
 def record(folder: Path) -> tuple[list[Line], float]:
-    """The lines of the run with their times since its start, and when a rank was killed."""
+    """Return the lines of the run with their times since its start, and the time of the kill."""
     tandem = [sys.executable, "-m", "tandem"]
     started, killed, lines = time.monotonic(), 0.0, list[Line]()
     command = [*tandem, "launch", *FLAGS, *QUIETLY, "--run-dir", "runs/digits"]
@@ -60,7 +60,7 @@ def record(folder: Path) -> tuple[list[Line], float]:
 
 
 def shown(lines: Sequence[Line], killed: float) -> list[Line]:
-    """The first terminal: the command, dots, and what it said around the kill."""
+    """Return the first terminal's lines: the command, dots, and the output around the kill."""
     near = [line for line in lines if -KILL_AT + 1.0 < line.seconds - killed < AFTER and line.text]
     return [
         Line(0.0, "$ tandem launch " + " ".join(FLAGS)),
@@ -70,7 +70,7 @@ def shown(lines: Sequence[Line], killed: float) -> list[Line]:
 
 
 def drawn(lines: Sequence[Line]) -> str:
-    """The SVG: a row for each line, which a style makes visible at its time; a second terminal below."""
+    """Return the SVG: a row per line, made visible at its time, and a second terminal below."""
     rows = [("terminal 1", 0.0), *((line.text, line.seconds) for line in lines), None]
     rows += [("terminal 2", 0.0), (KILL, KILL_AT)]
     styles, texts = [], []

@@ -1,9 +1,9 @@
-"""How long a lost rank or node holds up a run: SIGKILL to the first optimizer step of all ranks.
+"""Measure the time from the SIGKILL of a rank or a node to the first optimizer step of all ranks.
 
     python benchmarks/recovery_trials.py [--trials 50] [--node-trials 20]
 
-The same trainer and task under `tandem launch` and, in the same run, under torchrun; both save every 50
-steps.
+The same trainer and task run under `tandem launch` and, in the same benchmark, under torchrun. Both save
+every 50 steps.
 """
 
 import argparse
@@ -28,7 +28,7 @@ CONTROL_SECONDS = 60.0
 
 
 def worker_recovery(ranks: int, trials: int, torchrun_trials: int, folder: Path) -> Row:
-    """One rank, a random one, is killed again and again."""
+    """Kill one random rank again and again."""
     launch = ("tandem", "launch", "--nproc", str(ranks), "--max-restarts", str(10 * trials))
     torchrun = ("torch.distributed.run", "--nproc-per-node", str(ranks), "--max-restarts", str(10 * trials))
     with LiveRun(launch, folder / f"tandem-{ranks}", *FLAGS) as run:
@@ -56,7 +56,10 @@ def _after_start(run: LiveRun, trials: int) -> range:
 
 
 def recovery(run: LiveRun, pid: int) -> float:
-    """Seconds from the kill of `pid` to the next world's first step; trains a little before."""
+    """Return the seconds from the kill of `pid` to the next generation's first step.
+
+    Trains a little before.
+    """
     time.sleep(random.uniform(*BETWEEN_KILLS))
     worlds = len(run.events("training"))
     killed = time.time()
@@ -65,15 +68,15 @@ def recovery(run: LiveRun, pid: int) -> float:
 
 
 def _next_world(run: LiveRun, worlds: int) -> float:
-    """When (Unix seconds) the world after the first `worlds` finished a step."""
+    """Return when (Unix seconds) the generation after the first `worlds` finished a step."""
     run.until(lambda: len(run.events("training")) > worlds, "next world")
     return float(run.events("training")[worlds]["time"])
 
 
 def torchrun_survives(node: int, folder: Path) -> bool:
-    """Whether two torchrun agents, with no option but the address, get over the same.
+    """Return whether two torchrun agents, with no option but the address, survive the same fault.
 
-    Raises RuntimeError when they do not even begin.
+    Raises RuntimeError if they do not even start.
     """
     place = ("--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1")
     place = (*place, "--master-port", str(20_000 + random.randrange(10_000)))
@@ -102,7 +105,7 @@ def _torchrun(run_dir: Path, place: Sequence[str], index: int) -> LiveRun:
 
 
 def node_recovery(node: int, trials: int, folder: Path) -> Row:
-    """All of a node is killed and started again 1 s later; the survivor has no restart to spend."""
+    """Kill a whole node and start it again 1 s later; the survivor has a restart budget of 0."""
     times, port = [], 20_000 + random.randrange(20_000)
     flags = (*FLAGS, "--max-restarts", 0, "--nodes", 2, "--master", f"127.0.0.101:{port}")
 

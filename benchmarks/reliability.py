@@ -1,11 +1,11 @@
-"""Everything that tandem promises about runs that survive, measured: one table, one JSON file.
+"""Measure everything that tandem promises about surviving failures: one table, one JSON file.
 
     python benchmarks/reliability.py [--full] [--json FILE] [part ...]
 
-Parts: store, resume, own-loops, saves, recovery, hangs, pauses, chaos. `--full` takes the full counts (about
-five hours, most of it the pauses, the calm half hour, the 25 minutes of chaos and the resumes); without it
-each part takes a few minutes. With them, each part is noted in benchmarks/results by itself.
-Every figure stands beside its control, measured in the same run.
+Parts: store, resume, own-loops, saves, recovery, hangs, pauses, chaos. `--full` runs the full number of
+trials in about five hours, most of them for the pauses, the half hour without hangs, the 25 minutes of chaos
+and the resumes; without it, each part takes a few minutes. With `--full`, each part is written to
+benchmarks/results separately. Every figure is next to its baseline, which is measured in the same run.
 """
 
 import argparse

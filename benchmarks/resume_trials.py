@@ -1,11 +1,11 @@
-"""Bit-exact resume, at full count: SIGKILL at 25 random steps at each of 1, 2, 3 and 4 ranks, and a control.
+"""Prove bit-exact resume: SIGKILL at 25 random steps at each of 1, 2, 3 and 4 ranks, and a baseline.
 
     python benchmarks/resume_trials.py [--trials 25] [--control 10] [--worlds 1,2,3,4] [--device cpu]
 
-A trial is a SIGKILL at a random step, to every process (started again by hand) or to one rank (started again
-by the agent). A run of hard_task.py, 40 steps and 12 an epoch, takes KILLS_PER_RUN of them and is compared at
-its end with an undisturbed run of the same options: SHA-256 of weights, of optimizer, scheduler and loss
-scaler, and of the loss log. Where they differ, all of the run's trials count as failed.
+A trial is a SIGKILL at a random step, of every process (restarted by hand) or of one rank (restarted by the
+agent). A run of hard_task.py, with 40 steps and 12 per epoch, gets KILLS_PER_RUN of them. At its end it is
+compared with an uninterrupted run with the same options: SHA-256 of weights, of optimizer, scheduler and loss
+scaler, and of the loss log. If they differ, all trials of the run count as failed.
 """
 
 import argparse
@@ -49,9 +49,9 @@ RESTART = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 def exact_resume(
     worlds: Sequence[int] = (1, 2, 3, 4), trials: int = 25, control: int = 10, device: str = "cpu"
 ) -> list[Row]:
-    """A row for each world size; the control stands beside 3 ranks. Says every trial on stderr.
+    """Return a row for each world size, with the baseline at 3 ranks. Log every trial on stderr.
 
-    With `device` cuda, a world is one node with a GPU for each rank, and batch norm is synchronized.
+    With `device` cuda, the ranks are on one node with a GPU each, and batch norm is synchronized.
     """
     rows = []
     for world_size in worlds:
@@ -75,7 +75,7 @@ def exact_resume(
 
 
 def _trials_at(world_size: int, trials: int, device: str) -> int:
-    """How many of `trials` kills left no trace."""
+    """Return how many of `trials` kills left no difference."""
     chance, equal, done = random.Random(), 0, 0
     with tempfile.TemporaryDirectory(prefix="tandem-resume-") as folder:
         for number in range(-(-trials // KILLS_PER_RUN)):
@@ -93,7 +93,7 @@ def _trials_at(world_size: int, trials: int, device: str) -> int:
 
 
 def killed_run(runner: Runner, calm: Outcome, kills: int, chance: random.Random) -> Trial:
-    """One run with kills at random steps, the first of them to every process."""
+    """Run with kills at random steps; the first one kills every process."""
     while True:
         steps = sorted(chance.randrange(1, STEPS - 3) for _ in range(kills))
         ranks = [None, *(chance.randrange(calm.world_size) for _ in steps[1:])]
@@ -105,7 +105,7 @@ def killed_run(runner: Runner, calm: Outcome, kills: int, chance: random.Random)
 
 
 def naive_ddp(world_size: int, trials: int) -> Iterator[bool]:
-    """The control: does the script of naive_ddp.py end with the same weights after a kill?"""
+    """Return whether the baseline, naive_ddp.py, ends with the same weights after a kill."""
     calm = _naive_weights(world_size, 0)[0]
     for _ in range(trials):
         kill_at = random.randrange(6, 40)

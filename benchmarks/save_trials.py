@@ -1,10 +1,11 @@
-"""What saving costs a step: the hold of an asynchronous save, and the overhead of a snapshot of every step.
+"""Measure what saving costs a step: how long an asynchronous save blocks it, and the cost of a snapshot.
 
     python benchmarks/save_trials.py [--megabytes 100] [--trials 20]
 
-The state of an AdamW model is saved by tandem and by torch.distributed.checkpoint's asynchronous save (its
-thread) in one run; both are compared with a plain copy of the same bytes into warm memory. Snapshots are
-taken in steps that last 20 such copies, by 1 and by 2 processes, against the same steps without.
+The state of an AdamW model is saved by tandem, and by torch.distributed.checkpoint's asynchronous save (with
+a thread), in the same run. Both are compared with a plain copy of the same bytes into warm memory. Snapshots
+are taken after every step, with steps that last 20 such copies, by 1 and by 2 processes. The baseline is the
+same steps without snapshots.
 """
 
 import argparse
@@ -42,7 +43,7 @@ SNAPSHOT_LIMITS = {1: 0.06, 2: 0.035}
 
 
 def state_of(megabytes: int) -> dict[str, Any]:
-    """Weights and AdamW's two moments, `megabytes` in all, in 60 tensors."""
+    """Return weights and AdamW's two moments, `megabytes` in all, in 60 tensors."""
     count = megabytes * 2**20 // 4 // 60
     parts: list[dict[str, Tensor]] = [{f"layer{i}": torch.randn(count) for i in range(20)} for _ in range(3)]
     return {"model": parts[0], "optimizer": {"exp_avg": parts[1], "exp_avg_sq": parts[2]}}
@@ -55,7 +56,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def copy_seconds(tensors: list[Tensor], trials: int = 20) -> float:
-    """A copy of `tensors` into warm memory, median."""
+    """Return the median time of a copy of `tensors` into warm memory."""
     homes = [tensor.clone() for tensor in tensors]
     return statistics.median(seconds(lambda: torch._foreach_copy_(homes, tensors)) for _ in range(trials))
 
@@ -86,7 +87,7 @@ def held(
 
 
 def save_stall(megabytes: int, trials: int) -> list[Row]:
-    """How long `save` keeps the caller, three ways, taken in turn."""
+    """Measure how long `save` blocks the caller, in three ways that take turns."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     theirs = []
     with tempfile.TemporaryDirectory(prefix="tandem-saves-") as folder:
@@ -130,7 +131,7 @@ def save_stall(megabytes: int, trials: int) -> list[Row]:
 
 @contextmanager
 def object_store() -> Iterator[PurePath]:
-    """A bucket of a moto server of its own, reached over loopback."""
+    """Run a moto server, reached over loopback, with a bucket."""
     import fsspec
     import fsspec.config
 
@@ -156,7 +157,7 @@ def object_store() -> Iterator[PurePath]:
 
 
 def remote_save_stall(megabytes: int, trials: int) -> Row:
-    """How long `save` keeps the caller where checkpoints go to an object store."""
+    """Measure how long `save` blocks the caller if checkpoints go to an object store."""
     with object_store() as directory:
         hold, whole, copy = held(directory / "checkpoints", megabytes, trials, lambda step, state: None)
     return Row(
@@ -174,7 +175,7 @@ def remote_save_stall(megabytes: int, trials: int) -> Row:
 
 
 def snapshot_overhead(megabytes: int, ranks: int, steps: int) -> Row:
-    """Steps that compute for 20 copies' time, with and without a snapshot, in turn."""
+    """Measure steps that compute as long as 20 copies, with and without a snapshot, in turn."""
     context = multiprocessing.get_context("fork")
     regions = [NodeMemory() for _ in range(ranks)]
     barrier = context.Barrier(ranks)

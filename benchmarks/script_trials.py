@@ -1,13 +1,13 @@
-"""Scripts that know nothing of tandem, killed and stopped at random moments: `tandem launch` beside torchrun.
+"""Kill and stop scripts that do not use tandem's API: `tandem launch` compared with torchrun.
 
     python benchmarks/script_trials.py [--trials 20] [--controls 5] [--json FILE] [name ...]
 
-The scripts are those of tests/scripts/programs, on two ranks over gloo: two simulated nodes under `tandem
-launch`, one node under torchrun. A random rank is killed (SIGKILL) or stopped (SIGSTOP), in turn, at a random
-moment after the first step: kills once the processes of the next generation stand by, whose imports take some
-seconds, stops at once. Each prints the time when its imports are done, its first line. Scripts of
-frameworks run with the interpreter that FRAMEWORKS_PYTHON names (`make frameworks`). Rows of scripts that are
-not named here stay in the file.
+The scripts are those of tests/scripts/programs, with two ranks over gloo: on two simulated nodes under
+`tandem launch`, on one node under torchrun. In turn, a random rank is killed (SIGKILL) or stopped (SIGSTOP)
+after the first step. A kill waits until the standby processes are ready, whose imports take some seconds; a
+stop does not. Each script prints the time when its imports are done as its first line. Scripts of frameworks
+run with the interpreter FRAMEWORKS_PYTHON (`make frameworks`). Rows of scripts that are not selected stay in
+the file.
 """
 
 import argparse
@@ -49,7 +49,7 @@ TARGET = 5.0
 
 
 class ScriptRun:
-    """One launch of a script, leader of a session of its own; `outputs` are where its first lines appear."""
+    """One launch of a script in its own session; its first lines appear in `outputs`."""
 
     def __init__(self, command: Sequence[str], name: str, folder: Path, outputs: Sequence[Path]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ class ScriptRun:
         self.process = started(words, kept, self.said, folder)
 
     def lives(self) -> dict[int, list[tuple[float, int]]]:
-        """{rank: [(time of the first line, process)]}, in the order of generations."""
+        """Return {rank: [(time of the first line, process)]}, in the order of generations."""
         found: dict[int, list[tuple[float, int]]] = {0: [], 1: []}
         for path in self.outputs:
             for at, pid, rank in FIRST_LINE.findall(path.read_text() if path.exists() else ""):
@@ -68,7 +68,7 @@ class ScriptRun:
         return found
 
     def until(self, condition: Callable[[], Any], what: str) -> Any:
-        """Raises RuntimeError with the launch's last words when it takes too long, or the launch ends."""
+        """Wait for the condition. Raises RuntimeError with the last output after a limit or the end."""
         deadline = time.monotonic() + LIMIT_SECONDS
         while not (found := condition()):
             if time.monotonic() > deadline or self.process.poll() is not None:
@@ -77,16 +77,16 @@ class ScriptRun:
         return found
 
     def until_all_live(self, number: int) -> float:
-        """When (Unix seconds) the last rank of generation `number`, from 0, was at its first line."""
+        """Return when (Unix seconds) the last rank of generation `number`, from 0, printed its first line."""
         self.until(lambda: min(map(len, self.lives().values())) > number, f"generation {number}")
         return max(each[number][0] for each in self.lives().values())
 
     def ready(self) -> int:
-        """How many processes of the next generation stand by."""
+        """Return the number of standby processes that are ready."""
         return sum(each.name == "tandem-standby" for each in below(self.process.pid))
 
     def hit(self, number: signal.Signals) -> tuple[int, float]:
-        """Send a signal to a random rank of the running generation: (rank, when)."""
+        """Send a signal to a random rank of the running generation; return (rank, time)."""
         time.sleep(random.uniform(*BETWEEN))
         rank = random.choice((0, 1))
         at = time.time()
@@ -94,7 +94,7 @@ class ScriptRun:
         return rank, at
 
     def stop(self, limit: float = 60.0) -> int:
-        """SIGTERM, and the exit code; a negative one when it had to be killed."""
+        """Send SIGTERM, and return the exit code; a negative one if it had to be killed."""
         self.process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             return self.process.wait(limit)
@@ -114,7 +114,7 @@ class ScriptRun:
 
 
 class UnderTandem(ScriptRun):
-    """Two simulated nodes."""
+    """A launch with two simulated nodes."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.run_dir, self.port = folder / "run", free_port()
@@ -124,7 +124,7 @@ class UnderTandem(ScriptRun):
         super().__init__(["tandem", "launch", *settings], name, folder, logs)
 
     def metric(self, series: str) -> float:
-        """Its value on the page, 0 where there is none."""
+        """Return a metric's value on the page, 0 if there is none."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=5) as page:
                 found = re.search(rf"^{re.escape(series)} (\S+)$", page.read().decode(), re.M)
@@ -133,7 +133,7 @@ class UnderTandem(ScriptRun):
             return 0.0
 
     def hangs(self) -> list[dict[str, Any]]:
-        """The lines of events.jsonl about hangs."""
+        """Return the lines of events.jsonl about hangs."""
         path = self.run_dir / "events.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         events = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
@@ -150,7 +150,7 @@ def free_port() -> int:
 
 
 class Trials:
-    """One script: what its kills and stops came to."""
+    """The results of the kills and stops of one script."""
 
     def __init__(self, name: str, trials: int, controls: int, folder: Path) -> None:
         self.name, self.trials, self.controls = name, trials, controls

@@ -1,12 +1,12 @@
-"""What a save costs ranks with shards: extra memory, and how long the step is blocked; and other rank counts.
+"""Measure what a save costs ranks with shards: extra memory, and how long the step is blocked.
 
     python benchmarks/sharded_saves.py [--gigabytes 1] [--ranks 4] [--trials 10] [--json FILE]
 
 The ranks are processes on this machine, over gloo. Model and AdamW state are sharded by fully_shard. tandem
-and torch.distributed.checkpoint's asynchronous save write the same state in turn. All ranks begin a save
-together, and the slowest one counts. Extra memory is the highest resident memory during a save minus that
-before the first one, without files. After each save, a memcpy of a rank's part into warm memory is measured.
-Then 3, 2 and 4 ranks load the state and save it again. Needs 2.6 times the state as memory and twice on disk.
+and torch.distributed.checkpoint's asynchronous save write the same state in turn. All ranks start a save
+together, and the slowest one counts. Extra memory is the peak resident memory during a save minus that before
+the first one, without files. After each save, a memcpy of a rank's part into warm memory is measured. Then 3,
+2 and 4 ranks load the state and save it again. Needs memory of 2.6 times the state, and disk space for two.
 """
 
 import argparse
@@ -82,7 +82,7 @@ class Rank:
         self.strategy.load_optimizer(self.optimizer, read["optimizer"])
 
     def together(self, work: Callable[[], object]) -> float:
-        """Seconds of `work`, which all ranks begin at the same time; of the slowest rank."""
+        """Return the seconds of `work`, which all ranks start at the same time, on the slowest rank."""
         self.group.sum([0.0])
         began = time.perf_counter()
         work()
@@ -90,27 +90,27 @@ class Rank:
 
 
 def resident() -> tuple[int, int]:
-    """(bytes without files, highest of all resident bytes since `forget_peak`)."""
+    """Return (bytes without files, peak resident bytes since `forget_peak`)."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     kilobytes = {name: int(value.split()[0]) for name, value in lines.items() if name[:3] in ("Rss", "VmH")}
     return 1024 * (kilobytes["RssAnon"] + kilobytes["RssShmem"]), 1024 * kilobytes["VmHWM"]
 
 
 def forget_peak() -> int:
-    """Begin a new peak; return the bytes of files that are resident now, which a peak contains, too."""
+    """Reset the peak; return the resident bytes of files, which a peak also contains."""
     Path("/proc/self/clear_refs").write_text("5")
     return resident()[1] - resident()[0]
 
 
 def save_by_tandem(rank: Rank, step: int, _folder: Path) -> float:
-    """How long a save blocks the step; returns once it is whole."""
+    """Return how long a save blocks the step; wait until it is complete."""
     taken = rank.together(lambda: rank.save(step))
     rank.writer.wait()
     return taken
 
 
 def save_by_torch(rank: Rank, step: int, folder: Path) -> float:
-    """The same of torch.distributed.checkpoint, whose files are removed afterwards."""
+    """Do the same with torch.distributed.checkpoint, and remove its files."""
     futures: list[Any] = []
     path = folder / f"dcp-{step}"
 
@@ -126,7 +126,7 @@ def save_by_torch(rank: Rank, step: int, folder: Path) -> float:
 
 
 def measured(rank: Rank, folder: Path, trials: int) -> dict[str, Any]:
-    """One rank's figures: its part in bytes, seconds of each trial, and extra memory of both saves."""
+    """Return a rank's results: its part in bytes, seconds of each trial, and extra memory of both saves."""
     tensors = [each for each in flatten(rank.strategy.local_state(rank.state()))[1] if each.dim() > 0]
     part = sum(each.nbytes for each in tensors)
     found: dict[str, Any] = {"part": part, "ours": [], "dcp": [], "copy": []}
@@ -146,7 +146,7 @@ def measured(rank: Rank, folder: Path, trials: int) -> dict[str, Any]:
 
 
 def digest(state: dict[str, Any]) -> str:
-    """The bits of all tensors of a whole state."""
+    """Return a digest of the bits of all tensors of a whole state."""
     whole = hashlib.sha256()
     for tensor in flatten({part: state[part] for part in ("model", "optimizer")})[1]:
         whole.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
@@ -235,7 +235,7 @@ def rows(ranks: int, gigabytes: float, trials: int, folder: Path) -> list[Row]:
 
 
 def resharded(ranks: int, gigabytes: float, trials: int, folder: Path) -> Row:
-    """Other numbers of ranks load the state of the last trial and save it again."""
+    """Load the state of the last trial with other numbers of ranks, and save it again."""
     store = CheckpointStore(folder / "ours")
     step = trials + 1
     digests = [digest(read_state(store, step)[0])]

@@ -1,6 +1,7 @@
-"""`python -m shifted_clock launch ...` is `tandem launch ...` whose clock is CLOCK_SECONDS ahead.
+"""`python -m shifted_clock launch ...` is `tandem launch ...` with a clock that is CLOCK_SECONDS ahead.
 
-Only the agent's, where nodes are compared; libfaketime breaks waits, and the kernel has one wall clock.
+Only the agent's wall clock is shifted, where it is compared with other nodes: libfaketime breaks waits, and
+the kernel has only one wall clock.
 """
 
 import datetime

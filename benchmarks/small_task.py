@@ -12,7 +12,7 @@ from tandem.data.datasets import Datasets, TensorRows
 
 @dataclass
 class Small:
-    """`delay`: seconds that a step sleeps; `width` of the hidden layers; `samples` in an epoch."""
+    """`delay`: seconds that a step sleeps; `width` of the hidden layers; `samples` per epoch."""
 
     delay: float = 0.005
     width: int = 64

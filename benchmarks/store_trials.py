@@ -1,10 +1,10 @@
-"""Can a checkpoint lie, or be lost? Writers killed at every system call, rotten bits, power losses; controls.
+"""Try to lose or corrupt checkpoints: kill the writer at every system call, flip bits, cut the power.
 
     python benchmarks/store_trials.py [crash] [rot] [power] [--trials N] [--json FILE]
 
-Without names all three run with their full counts (some minutes); `--trials` makes the random parts smaller.
-`rows` is for `benchmarks/reliability.py`; tests run this program with small counts. tests/trials has what
-writers do, and the disk that loses its power.
+By default, all three run with their full counts, in some minutes; `--trials` reduces the random parts. `rows`
+is for `benchmarks/reliability.py`; tests run this program with small counts. tests/trials has the writers,
+and the simulated disk that loses its power.
 """
 
 import argparse
@@ -63,7 +63,10 @@ def kill_everywhere(scenario: Scenario) -> Counter[str]:
 
 
 def crash_anywhere(control: bool = True) -> list[Row]:
-    """One row per thing that writers do. "mixed": two checkpoints in one; "lost": older than it may be."""
+    """Return one row per action of a writer.
+
+    "mixed": a mix of two checkpoints was loaded; "lost": a checkpoint older than allowed was loaded.
+    """
     rows = []
     for name, scenario in SCENARIOS.items():
         found = kill_everywhere(scenario)
@@ -141,7 +144,7 @@ def controls() -> dict[str, Control]:
 
 
 def kill_control(write: Callable[[Path, int], object], read: Callable[[Path], set[float]]) -> Counter[str]:
-    """Version 1 is there, the writer of version 2 is killed at every call; what loads then?"""
+    """Return what loads if the writer of version 2 is killed at every call, after version 1."""
     found: Counter[str] = Counter()
     with scratch() as place:
         template, root = place / "template", place / "root"
@@ -173,13 +176,13 @@ Change = tuple[int, bytes | None]  # where, and what stands there then; None: th
 
 
 def flip(raw: bytes, dice: random.Random) -> Change:
-    """One bit."""
+    """Flip one bit."""
     place = dice.randrange(len(raw))
     return place, bytes([raw[place] ^ 1 << dice.randrange(8)])
 
 
 def zero_page(raw: bytes, dice: random.Random) -> Change:
-    """4 KiB of zeroes, where there were none."""
+    """Replace 4 KiB that are not zero by zeros."""
     while True:
         start = dice.randrange(len(raw)) // 4096 * 4096
         page = raw[start : start + 4096]
@@ -200,7 +203,7 @@ DAMAGES: dict[str, Callable[[bytes, random.Random], Change]] = {
 
 @contextmanager
 def damaged(path: Path, raw: bytes, kind: str, dice: random.Random) -> Iterator[None]:
-    """The file, whose bytes are `raw`, is damaged inside, and mended after, wherever it was moved to."""
+    """Damage the file with bytes `raw` in this block, and repair it afterward, wherever it was moved."""
     start, new = DAMAGES[kind](raw, dice)
     with path.open("r+b", buffering=0) as file:
         file.truncate(start) if new is None else os.pwrite(file.fileno(), new, start)
@@ -209,7 +212,7 @@ def damaged(path: Path, raw: bytes, kind: str, dice: random.Random) -> Iterator[
 
 
 def training_state(width: int = 256) -> dict[str, Any]:
-    """Model and AdamW of a small net after one step: about 2.4 MB at width 256."""
+    """Return the model and AdamW of a small net after one step: about 2.4 MB at width 256."""
     import torch
 
     torch.set_num_threads(1)
@@ -224,7 +227,7 @@ def training_state(width: int = 256) -> dict[str, Any]:
 def bit_rot(
     flips: int = FLIPS, pages: int = PAGES, truncations: int = TRUNCATIONS, control: bool = True
 ) -> list[Row]:
-    """Damage one file of the newest checkpoint, all files in turn: is it used, or the one before?"""
+    """Damage one file of the newest checkpoint, all files in turn, and see which checkpoint is used."""
     from tandem.checkpoint.state import serialize
 
     counts = dict(zip(DAMAGES, (flips, pages, truncations), strict=True))
@@ -258,7 +261,7 @@ def _rot_row(store: CheckpointStore, path: Path, name: str, count: int) -> Row:
 
 
 def _with_torch_load(row: Row, path: Path, content: Mapping[str, Any], name: str) -> Row:
-    """The same damage to a file of torch.save; silent: it loads, and not what was saved."""
+    """Damage a file of torch.save in the same way. Silent: it loads, with wrong values."""
     import torch
 
     torch.save(content, path)
@@ -292,7 +295,7 @@ def _same(one: object, other: object) -> bool:
 
 
 def power_loss(shuffles: int = SHUFFLES, control: bool = True) -> list[Row]:
-    """Rows: each session without errors; with EIO at every fsync, once and from there on; the controls."""
+    """Return rows: each session without errors, with EIO at one and at all later fsyncs; the baselines."""
     rows = [lose_power_in(name, shuffles) for name in SESSIONS]
     rows += [lose_power_in(name, max(1, shuffles // 10), failing_fsyncs(name)) for name in SESSIONS]
     if not control:
@@ -346,7 +349,7 @@ def _power_control(write: Callable[[Path, int], None], shuffles: int) -> Counter
 
 
 def rows_of(names: list[str], trials: int | None = None, control: bool = True) -> list[Row]:
-    """All rows of "crash", "rot" and "power"; `trials` makes the random parts that small."""
+    """Return all rows of "crash", "rot" and "power"; `trials` limits the random parts."""
     rows: list[Row] = []
     if "crash" in names:
         rows += crash_anywhere(control)
@@ -359,7 +362,7 @@ def rows_of(names: list[str], trials: int | None = None, control: bool = True) -
 
 
 def rows(full: bool) -> "list[table.Row]":
-    """The lines of `reliability.py`: what is promised, without the parts that it is made of."""
+    """Return the rows for `reliability.py`: the promises, without their parts."""
     from table import Row as Line
 
     none = "none lost, none mixed", "none silent, all fall back", "the last acknowledged step always loads"
@@ -384,7 +387,7 @@ def rows(full: bool) -> "list[table.Row]":
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The table of docs/checkpoints.md; ratio: share of good ends, ours over the control's."""
+    """Return the table of docs/checkpoints.md; ratio: share of good ends, ours over the baseline's."""
     lines = ["| trial | bad of all | outcome | control | ratio |", "|---|---|---|---|---|"]
     for row in rows:
         control = f"{row.control}: {row.control_bad:,} of {row.control_trials:,} bad" if row.control else ""

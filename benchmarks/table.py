@@ -1,9 +1,9 @@
-"""One line of a benchmark's outcome, and how many lines become a table and a JSON file.
+"""One row of a benchmark's result, and the conversion of rows to a table and a JSON file.
 
     python benchmarks/table.py
 
-A figure in benchmarks/results belongs to a commit. A program that is to write there, and this one, ends with
-2 if a file that is measured, or that measures, differs from the commit.
+A figure in benchmarks/results belongs to a commit. A program that would write there, and this one, exits with
+2 if a source file that it measures, or that measures, differs from the commit.
 """
 
 import json
@@ -28,11 +28,11 @@ LOAD_BEFORE = round(os.getloadavg()[0], 1)
 
 @dataclass(frozen=True)
 class Row:
-    """`outcome` of `trials`, that of a `control` in the same run, and whether the target is met.
+    """`outcome` of `trials`, that of the baseline (`control`) in the same run, and whether the target is met.
 
-    `passed` None: there is no target, or it was not measured. `seconds` and `control_seconds` are one trial's
-    median on either side; None where the row times nothing, or where an old file does not have it.
-    `control_trials` None: there is no baseline, or its trials were not counted.
+    `passed` None: there is no target, or it was not measured. `seconds` and `control_seconds`: the median of
+    one trial on either side; None if the row times nothing, or an old file lacks it. `control_trials` None:
+    there is no baseline, or its trials were not counted.
     """
 
     name: str
@@ -51,7 +51,7 @@ MET = {True: "yes", False: "**no**", None: ""}
 
 
 def render(rows: Sequence[Row]) -> str:
-    """A Markdown table. A column that no row fills is left out."""
+    """Return a Markdown table without empty columns."""
     columns = {
         "what": [row.name for row in rows],
         "trials": [str(row.trials or "") for row in rows],
@@ -69,7 +69,7 @@ def render(rows: Sequence[Row]) -> str:
 
 
 def machine() -> dict[str, object]:
-    """What is measured on, when, of which commit, and how busy the machine was before and at the end."""
+    """Return facts about the machine, date, commit, and load before the start and at the end."""
     try:
         import torch
     except ImportError:  # a benchmark that needs only Docker
@@ -94,14 +94,14 @@ def machine() -> dict[str, object]:
 
 
 def tandem_version() -> str | None:
-    """Of this checkout; None if it has no source."""
+    """Return the version of this checkout; None if it has no source."""
     path = ROOT / "src" / "tandem" / "__init__.py"
     found = re.search(r'^__version__ = "(.+?)"', path.read_text(), re.M) if path.exists() else None
     return found and found[1]
 
 
 def _git(*words: str) -> str | None:
-    """What git says; None outside a checkout."""
+    """Return the output of git; None outside a checkout."""
     command = ["git", "-C", str(ROOT), *words]
     try:
         return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL, timeout=30)
@@ -110,13 +110,13 @@ def _git(*words: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Of this checkout, with `-dirty` if a file that counts differs from it; None outside a checkout."""
+    """Return the commit, with `-dirty` if a file that counts differs from it; None outside a checkout."""
     commit = _git("rev-parse", "--short", "HEAD")
     return commit and commit.strip() + ("-dirty" if changed_files() else "")
 
 
 def changed_files() -> list[str]:
-    """What differs from the commit: tracked files without GENERATED, and new ones beside the sources."""
+    """Return the files that differ from the commit: tracked ones without GENERATED, and new sources."""
     excluded = [f":(exclude){name}" for name in GENERATED]
     words = ("status", "--porcelain", "--no-renames", "--untracked-files=all", "--", ".", *excluded)
     lines = [(line[:2], line[3:]) for line in (_git(*words) or "").splitlines()]
@@ -124,9 +124,9 @@ def changed_files() -> list[str]:
 
 
 def refuse_changes(path: Path | None = RESULTS) -> None:
-    """Raises SystemExit with 2 if the figures are for RESULTS and a file differs from their commit.
+    """Raise SystemExit with 2 if the figures are for RESULTS and a file differs from the commit.
 
-    Its one line on stderr says which. Call it before anything is measured.
+    One line on stderr names the file. Call this before measuring.
     """
     changed = changed_files() if path is not None and path.resolve().is_relative_to(RESULTS) else []
     if not changed:
@@ -142,13 +142,13 @@ def refuse_changes(path: Path | None = RESULTS) -> None:
 
 
 def _relative(word: str) -> str:
-    """A path in this checkout relative to it, so that results do not name the machine's directories."""
+    """Return a path in this checkout as relative, so that results do not name the machine's directories."""
     path = Path(word)
     return str(path.relative_to(ROOT)) if path.is_absolute() and path.is_relative_to(ROOT) else word
 
 
 def _are_results(word: str) -> bool:
-    """Whether an argument, `FILE` or `--json=FILE`, is a file in RESULTS."""
+    """Return whether an argument, `FILE` or `--json=FILE`, is a file in RESULTS."""
     name = word.partition("=")[2] if word.startswith("--") else word
     return name.endswith(".json") and Path(name).resolve().is_relative_to(RESULTS)
 
@@ -163,18 +163,18 @@ def _processor() -> str:
 
 
 def save(found: Mapping[str, object], path: Path) -> None:
-    """What was found, and the machine it was measured on, as JSON."""
+    """Write the results, and the machine they were measured on, as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine(), **found}, indent=1) + "\n")
 
 
 def write(rows: Sequence[Row], path: Path) -> None:
-    """The rows and the machine they were measured on, as JSON."""
+    """Write the rows, and the machine they were measured on, as JSON."""
     save({"rows": [asdict(row) for row in rows]}, path)
 
 
 def finish(rows: Sequence[Row], path: Path | None) -> int:
-    """The end of a program: its table on stdout, its rows in `path`; the exit code, 1 for a missed target."""
+    """Print the table, write the rows to `path`, and return the exit code: 1 for a missed target."""
     print(render(rows))
     if path is not None:
         write(rows, path)

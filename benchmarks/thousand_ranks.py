@@ -1,11 +1,12 @@
-"""What node 0 and rank 0 have to do when there are 1,024 ranks, in one process: CPU time, not seconds.
+"""Measure the work of node 0 and rank 0 for 1,024 ranks, in one process: CPU time, not wall time.
 
     python benchmarks/thousand_ranks.py [--ranks 1024] [--per-node 8] [--samples 100000000] [--json FILE]
     python benchmarks/thousand_ranks.py --only order --samples 1000000000
 
-The parts are tandem's own, given what so many ranks would say: the store is a real one, with the other nodes'
-words in it, asked over loopback. Each figure is the median of some calls. What is done once per start or per
-log interval is compared with 50 ms; what is done several times a second says how much of one core it takes.
+The code is tandem's own, with the input that so many ranks would send. The store is a real one that contains
+the other nodes' values, read over loopback. Each figure is the median of some calls. Work that is done once
+per start or per log interval is compared with 50 ms. For work that is done several times a second, the figure
+is the fraction of a core.
 """
 
 import argparse
@@ -32,8 +33,8 @@ from tandem.config.slices import LaunchConfig
 from tandem.data.sampler import STEPS_AT_ONCE, GlobalOrder
 from tandem.distributed.consensus import ConsensusReader, pack, proposal_slots
 from tandem.launch.membership import LastCall
-from tandem.launch.rendezvous_state import STATE_KEY, WatchfulBackend, paces
-from tandem.launch.watchdog import NODES_AT_ONCE, Watchdog, _NodeWords
+from tandem.launch.rendezvous_state import STATE_KEY, WatchfulBackend, poll_intervals
+from tandem.launch.watchdog import NODES_AT_ONCE, Watchdog, _NodeBeats
 from tandem.platforms.placement import detect
 from tandem.telemetry import metrics
 from tandem.telemetry.hangs import Beat, judge
@@ -49,7 +50,7 @@ CALLS = 5
 
 
 def cpu_ms(work: Callable[[], object], calls: int = CALLS) -> float:
-    """Milliseconds of CPU time, all threads of this process together, of one call; the median."""
+    """Return the median CPU time of a call in milliseconds, over all threads of this process."""
     work()
     taken = []
     for _ in range(calls):
@@ -60,7 +61,7 @@ def cpu_ms(work: Callable[[], object], calls: int = CALLS) -> float:
 
 
 def row(name: str, ms: float, every: float | None = None) -> Row:
-    """`every`: seconds between two such calls, of what is done all the time."""
+    """Return a row; `every`: seconds between two such calls, for repeated work."""
     share = f"{ms / 10 / every:.1f}% of a core" if every else ""
     return Row(
         name, CALLS, f"{ms:.2f} ms", "", share, f"at most {LIMIT_MS:g} ms", ms <= LIMIT_MS, seconds=ms / 1000
@@ -89,7 +90,7 @@ def placement(nodes: int) -> Row:
 
 
 def consensus(ranks: int) -> Row:
-    """Rank 0's part of one step's agreement; the sum over ranks is inside the gradient all-reduce."""
+    """Measure rank 0's part of a step's consensus; the sum over ranks is inside the gradient all-reduce."""
     group: Any = SimpleNamespace(device=torch.device("cpu"), size=ranks)
     reader, numbers = ConsensusReader(group, ["accuracy"]), torch.tensor([0.5, 3.0, 4.0])
 
@@ -101,7 +102,7 @@ def consensus(ranks: int) -> Row:
 
 
 def stragglers(ranks: int, per_node: int) -> Row:
-    """From the gathered tensor to metrics and the page's rows."""
+    """Measure from the gathered tensor to metrics and the page's rows."""
     everyones = torch.rand(ranks, ROW_LENGTH, dtype=torch.float64)
     everyones[:, 0] = torch.arange(ranks) // per_node
     watch, registry = StragglerWatch(), Registry()
@@ -115,7 +116,7 @@ def stragglers(ranks: int, per_node: int) -> Row:
 
 
 def page(nodes: int, per_node: int) -> Row:
-    """What a scrape reads: all that is shown of so many nodes."""
+    """Measure a scrape: everything that is shown for this many nodes."""
     registry, said = Registry(), _samples_of_a_node(per_node)
     for node in range(1, nodes):
         registry.apply_node(node, said)
@@ -155,7 +156,7 @@ def beats_of(node: int, per_node: int) -> list[Beat]:
 
 
 def pulse(nodes: int, per_node: int) -> list[Row]:
-    """Node 0 reads what other nodes say of their ranks, and judges."""
+    """Measure how node 0 reads the other nodes' heartbeats and judges them."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
     client = TCPStore("127.0.0.1", store.port, is_master=False)
     registry, said = Registry(), pack_samples(_samples_of_a_node(per_node))
@@ -169,7 +170,7 @@ def pulse(nodes: int, per_node: int) -> list[Row]:
         number += 1
         said = pack_samples([each._replace(value=float(number)) for each in _samples_of_a_node(per_node)])
         for node in others:
-            words = _NodeWords(number, [asdict(beat) for beat in beats_of(node, per_node)], time.time())
+            words = _NodeBeats(number, [asdict(beat) for beat in beats_of(node, per_node)], time.time())
             store.set(f"g/pulse/{node}", json.dumps(asdict(words)))
             store.set(f"metrics/{node}", said)
 
@@ -204,7 +205,7 @@ def pulse(nodes: int, per_node: int) -> list[Row]:
 
 
 def rendezvous(nodes: int) -> Row:
-    """A keep-alive of node 0: the shared state of torch's rendezvous read and written once."""
+    """Measure a keep-alive of node 0: the shared state of torch's rendezvous, read and written once."""
     state, now = _RendezvousState(), datetime.now(UTC)
     for index in range(nodes):
         node = _NodeDesc(f"{index:06d}.node{index}", 1000, index)
@@ -219,11 +220,12 @@ def rendezvous(nodes: int) -> Row:
         backend.set_state(bits, token)
 
     kib = len(store.get(STATE_KEY)) // 1024
-    return row(f"keep-alive in a rendezvous of {nodes}, {kib} KiB", cpu_ms(beat), paces(nodes).alive_seconds)
+    seconds = poll_intervals(nodes).alive_seconds
+    return row(f"keep-alive in a rendezvous of {nodes}, {kib} KiB", cpu_ms(beat), seconds)
 
 
 def sampler(samples: int) -> list[Row]:
-    """Every rank computes its own samples of the next steps, wherever the run begins."""
+    """Measure how each rank computes its samples of the next steps, from any step of the run."""
     target, places = f"at most {LIMIT_MS:g} ms and 1 MB", slice(None)
     found = []
     for place, step in (("first step", 0), ("step 10,000,000", 10_000_000)):
@@ -247,7 +249,7 @@ def _new_order(samples: int) -> GlobalOrder:
 
 
 def _peak_bytes(samples: int, step: int, places: slice) -> int:
-    """The most memory of an order from its start to its first step: NumPy's arrays, and what it keeps."""
+    """Return the peak memory of an order from its start to its first step, in NumPy's arrays."""
     tracemalloc.start()
     order = _new_order(samples)
     order.indices(step, places)
@@ -257,7 +259,7 @@ def _peak_bytes(samples: int, step: int, places: slice) -> int:
 
 
 def _each_step(samples: int, share: int) -> Row:
-    """Steps one after the other, of which every few compute the next ones."""
+    """Run steps one after another; every few of them compute the next ones."""
     order, steps = GlobalOrder(samples, share, seed=0), 10 * STEPS_AT_ONCE
     ms = cpu_ms(lambda: [order.indices(step, slice(None)) for step in range(steps)]) / steps
     return Row(

@@ -1,15 +1,15 @@
-"""From the start of the program to 98% of the test pictures, 2 ranks on CPUs: recipes of MNIST and tandem.
+"""Measure the time from the command to 98% accuracy, with 2 ranks on CPUs: MNIST recipes and tandem.
 
     python benchmarks/time_to_98.py [--rounds 1] [--only tutorial] [--json benchmarks/results/time_to_98.json]
 
-All train on the digits task's 60,000 pictures, drawn beforehand, and are tested with the same 10,000. The
-recipes (see mnist_recipes.py) read them as MNIST through torchvision and are started by torchrun; tandem is
-`tandem launch --nproc 2` with its default task and settings, and once more as one who wants no more than 98%
-would have it: planned for one epoch, and tested every 60 steps of 240 pictures (the recipes test after each
-epoch, because their loop says so). The clock runs from the start of the command to
-the line that says an accuracy of 98% or more, and then the run is stopped. In a round all have their turn.
-Who is not there after --limit seconds is given that time, and the ratio says "at least". On a busy machine
-seconds say little of two ranks that wait for each other, so the CPU time of all processes stands beside them.
+All programs train on the digits task's 60,000 images, generated in advance, and are tested with the same
+10,000. The recipes (mnist_recipes.py) read them as MNIST through torchvision, and are started by torchrun.
+tandem runs as `tandem launch --nproc 2` with the default task and settings. It also runs with settings for
+someone who needs only 98%: planned for one epoch, and tested every 60 steps of 240 images. (The recipes test
+after each epoch, because that is how their loops are written.) The time ends with the line that shows an
+accuracy of at least 98%; then the run is stopped. Every round runs all programs. A program that does not get
+there within --limit seconds counts with that time, and the ratio says "at least". On a busy machine, the wall
+time of ranks that wait for each other is not reliable, so the CPU time of all processes is shown as well.
 """
 
 import argparse
@@ -41,9 +41,9 @@ MARK = "TIME_TO_98"  # in the environment of all processes of a run
 
 
 class Taken(NamedTuple):
-    """Seconds to the accuracy, the CPU time of all processes until then, and the line that said it.
+    """Seconds to the accuracy, the CPU time of all processes until then, and the line that showed it.
 
-    `reached` False: the limit, and the last such line.
+    `reached` False: the limit was hit; the last such line.
     """
 
     seconds: float
@@ -81,7 +81,7 @@ CONTENDERS = {
 
 
 def time_to(accuracy: float, command: Sequence[str], folder: Path, limit: float) -> Taken:
-    """Start the command and read what it says. Raises SystemExit where it ends before."""
+    """Start the command and read its output. Raises SystemExit if it ends too early."""
     foreign = ("TANDEM_", "OMP_", "PYTHONPATH")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     mark = str(time.monotonic_ns())
@@ -125,7 +125,7 @@ def time_to(accuracy: float, command: Sequence[str], folder: Path, limit: float)
 
 
 def cpu_seconds(mark: str) -> float:
-    """Of all processes with that mark, and of those that have ended below them."""
+    """Return the CPU time of all processes with that mark, and of their ended children."""
     ticks = 0
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -164,7 +164,7 @@ def measure(
 
 
 def _rows(who: str, name: str, mine: list[Taken], control: list[Taken], accuracy: float) -> list[Row]:
-    """By the clock, and by CPU time."""
+    """Return the rows by wall time and by CPU time."""
     clock, cpu = (
         statistics.median(b[of] / a[of] for a, b in zip(mine, control, strict=True)) for of in (0, 1)
     )

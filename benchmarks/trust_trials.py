@@ -1,13 +1,13 @@
-"""What a run survives that nobody meant to do to it: nodes' clocks, a second launch, a signal at any moment.
+"""Test runs under conditions that were not intended: wrong clocks, a second launch, a signal at any moment.
 
     python benchmarks/trust_trials.py [clocks] [pairs] [signals] [secret] [--starts 5] [--pairs 20] \\
         [--signals 100] [--rounds 10]
 
-Clocks: two nodes of which one is seconds ahead or behind; in two of the starts a node is killed.
+Clocks: two nodes, one of which is seconds ahead or behind; in two of the starts a node is killed.
 Pairs: two launches in one run directory, seconds apart; one is killed, or frozen and continued.
-Secret: what a secret of the job costs two nodes that meet at this host's own address: runs with and without
-one in turn, each round beginning with the other; the pace, then three ranks that are killed.
-Signals: SIGTERM, SIGHUP, or SIGINT twice, at a random moment, also in a recovery and beside a frozen agent.
+Secret: what a job secret costs two nodes that connect through this host's own address. Runs with and without
+one alternate, and each round starts with the other. Measured are the speed, and then three killed ranks.
+Signals: SIGTERM, SIGHUP, or SIGINT twice, at a random moment, also during a recovery or with a frozen agent.
 """
 
 import argparse
@@ -38,14 +38,14 @@ LIMIT = 400.0
 
 
 def undisturbed(folder: Path, *flags: object) -> str:
-    """The weights of a run of two ranks that nobody disturbs."""
+    """Return the weights of an uninterrupted run of two ranks."""
     with LiveRun(("tandem", "launch", "--nproc", "2"), folder / "undisturbed", *FLAGS, *EVERY, *flags) as run:
         assert run.wait(LIMIT) == 0, run.words()
         return str(run.summary()["weights_sha256"])
 
 
 def clocks(starts: int, kills: int, folder: Path) -> list[Row]:
-    """A row for each offset."""
+    """Return a row for each offset."""
     weights, rows = undisturbed(folder), []
     for offset in OFFSETS:
         right = 0
@@ -69,7 +69,7 @@ def clocks(starts: int, kills: int, folder: Path) -> list[Row]:
 
 
 def _two_nodes(offset: int, is_killed: bool, where: Path, port: int) -> tuple[list[int], str]:
-    """The sizes of the worlds, and the weights."""
+    """Return the world sizes and the weights."""
     os.environ["CLOCK_SECONDS"] = str(offset)
 
     def node(number: int) -> LiveRun:
@@ -94,7 +94,7 @@ def _two_nodes(offset: int, is_killed: bool, where: Path, port: int) -> tuple[li
 
 
 def pairs(count: int, folder: Path) -> list[Row]:
-    """Two launches in one run folder; one row."""
+    """Start two launches in one run directory; return one row."""
     weights, outcomes, wrong = undisturbed(folder), Counter[str](), []
     for pair in range(count):
         where = folder / f"pair-{pair}"
@@ -149,7 +149,7 @@ def pairs(count: int, folder: Path) -> list[Row]:
 
 @contextmanager
 def _frozen(run: LiveRun) -> Iterator[None]:
-    """All of a launch is stopped, and goes on."""
+    """Stop all processes of a launch in this block; they continue afterward."""
     pids = [pid for pid, _ in session_of(run.process.pid)]
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for pid in pids:
@@ -160,7 +160,7 @@ def _frozen(run: LiveRun) -> Iterator[None]:
 
 
 def signals(count: int, folder: Path) -> list[Row]:
-    """A signal at a random moment; a row for each kind."""
+    """Send a signal at a random moment; return a row for each kind."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, or in the background, runs would ignore both
     signal.signal(signal.SIGINT, signal.default_int_handler)
     long = ("--task.delay", 0.02, "--nodes", 2, "--shutdown-timeout", SHUTDOWN_SECONDS)
@@ -228,7 +228,7 @@ def signals(count: int, folder: Path) -> list[Row]:
 
 
 def _make_it_harder(run: LiveRun, trial: int) -> None:
-    """Every fourth trial in a recovery, every fourth beside a frozen agent."""
+    """Make every fourth trial hit a recovery, and every fourth a run with a frozen agent."""
     with suppress(ProcessLookupError):
         if trial % 4 == 1 and run.ranks():
             os.kill(random.choice(list(run.ranks().values())), signal.SIGKILL)
@@ -245,7 +245,7 @@ def _is_unsaved(run: LiveRun) -> bool:
 
 
 def _left_in(temporary: Path) -> list[str]:
-    """What is there but torch's cache of compiled code, which is the user's, not a run's."""
+    """Return the files that are left, except torch's cache of compiled code, which is the user's."""
     return [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")]
 
 
@@ -259,7 +259,7 @@ def _soon(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
 
 
 def secret(rounds: int, folder: Path) -> list[Row]:
-    """Pace and recovery with a secret beside those without: two rows."""
+    """Return two rows: speed and recovery with a secret, relative to those without."""
     steps = {True: list[float](), False: list[float]()}
     recoveries = {True: list[float](), False: list[float]()}
     for number in range(rounds):
@@ -291,7 +291,7 @@ def secret(rounds: int, folder: Path) -> list[Row]:
 
 
 def _costs(where: Path, has_secret: bool, port: int) -> tuple[float, list[float]]:
-    """Seconds of a step (the median of rank 0's log lines), and of each of three recoveries."""
+    """Return the seconds of a step (median of rank 0's log lines), and of each of three recoveries."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         asked.connect(("192.0.2.1", 9))  # sends nothing: which address would be this host's
         host = asked.getsockname()[0]
@@ -316,7 +316,7 @@ def _costs(where: Path, has_secret: bool, port: int) -> tuple[float, list[float]
 
 
 def _paces(where: Path) -> list[float]:
-    """Seconds of a step, of each log line so far."""
+    """Return the seconds per step in each log line so far."""
     with suppress(FileNotFoundError):
         lines = (where / "metrics.jsonl").read_text().splitlines()
         return [240 / json.loads(line)["samples_per_second"] for line in lines[:50] if line.endswith("}")]

@@ -1,4 +1,4 @@
-"""A model with many parameters and little to compute: nearly all of a step is the gradient exchange."""
+"""A model with many parameters and little to compute, so that a step is nearly only the gradient exchange."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -91,7 +91,7 @@ def shell_code(exitcode: int | None) -> int:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the error's text, or what a traceback shows if its `__str__` raises."""
+    """Return str(error), or the placeholder that a traceback shows if `__str__` raises."""
     try:
         return str(error)
     except (Exception, SystemExit):

@@ -92,7 +92,7 @@ def redirect_output(path: Path) -> None:
         stream.flush()
         os.dup2(descriptor, stream.fileno())
     os.close(descriptor)
-    outlive_the_terminal()  # nor may a full disk end a program that prints
+    survive_closed_terminal()  # nor may a full disk end a program that prints
     keep_bounded(path, *(stream.fileno() for stream in (sys.stdout, sys.stderr)))
 
 
@@ -120,10 +120,10 @@ class ClosableStream:
         return getattr(self._stream, name)
 
 
-def outlive_the_terminal() -> None:
-    """Let this process and its forks keep printing after their terminal or pipe was closed.
+def survive_closed_terminal() -> None:
+    """Let this process and its forks survive writes to a terminal or pipe that was closed.
 
-    That happens with `| head`, a pager that was left, or a closed terminal.
+    Examples are `| head`, a pager that the user left, and a closed terminal window.
     """
     for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
         if not isinstance(stream, ClosableStream):
@@ -192,7 +192,9 @@ class FileHandler(logging.FileHandler):
 
     def emit(self, record: logging.LogRecord) -> None:
         path = Path(self.baseFilename)
-        if self.stream is not None and rotation.has_gone(path, self.stream.fileno(), rotation.LOG_BYTES):
+        if self.stream is not None and rotation.rotate_if_full(
+            path, self.stream.fileno(), rotation.LOG_BYTES
+        ):
             with suppress(OSError):  # it stays with the older one, and tries again
                 before = self.stream
                 self.stream = self._open()
@@ -300,7 +302,7 @@ class JsonFormatter(logging.Formatter):
 
 @contextmanager
 def reporting(what: str) -> Iterator[None]:
-    """Log an error in this block as a warning: the block only reports on a run whose outcome is decided."""
+    """Log an error in this block as a warning, because the block only reports on a run that has ended."""
     try:
         yield
     except Exception as error:

@@ -25,11 +25,11 @@ def name_process(name: str) -> None:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Disable garbage collection during large imports; later collections skip the objects that then exist.
+    """Disable garbage collection during large imports; later collections skip the objects created there.
 
-    `import torch` makes hundreds of thousands of objects, none of them garbage; to look for it among them
-    takes a fifth of the import's time. In processes forked from this one, a collection would also write to
-    shared pages and so copy them.
+    `import torch` creates hundreds of thousands of objects, none of which is garbage. Collections would take
+    a fifth of the import's time. In processes forked from this one, a collection would also write to shared
+    pages, and so copy them.
     """
     is_enabled = gc.isenabled()
     gc.disable()
@@ -123,7 +123,7 @@ def end_below(pid: int, limit_seconds: float) -> list[Process]:
 
 
 def stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name (state, parent, ...); [] if the process is gone."""
+    """Return the fields of /proc/PID/stat after the name (state, parent, ...); [] if there is no process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -209,13 +209,14 @@ _is_ours = False
 def safe_path(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` for an interpreter that does not import modules from the current directory.
 
-    A random.py, queue.py or torch.py in the directory where a command is typed would otherwise run. The value
-    records that tandem set it: users' own programs must behave as under python, see `take_back_safe_path`.
+    Otherwise, a random.py, queue.py or torch.py in the directory where a command is typed would be imported.
+    The value records that tandem set it, so that `undo_safe_path` can undo it for users' programs, which must
+    behave as under python.
     """
     return {**environ, SAFE_PATH: environ.get(SAFE_PATH) or OURS}
 
 
-def take_back_safe_path(environ: MutableMapping[str, str]) -> None:
+def undo_safe_path(environ: MutableMapping[str, str]) -> None:
     """Remove tandem's request for a safe path, before this process runs or starts other programs."""
     global _is_ours
     if environ.get(SAFE_PATH) == OURS:

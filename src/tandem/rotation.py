@@ -33,7 +33,7 @@ def older(path: Path) -> Path:
     return path.with_name(path.name + OLDER)
 
 
-def is_at(path: Path, descriptor: int) -> bool:
+def is_same_file(path: Path, descriptor: int) -> bool:
     """Return whether `path` is still the file that is open as `descriptor`."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
@@ -41,7 +41,7 @@ def is_at(path: Path, descriptor: int) -> bool:
         return False
 
 
-def put_aside(path: Path, limit: int) -> None:
+def rotate(path: Path, limit: int) -> None:
     """Rename a file, before it is opened, if it is full and no other process renames it."""
     with suppress(OSError), exclusively(path, limit):
         path.replace(older(path))
@@ -63,13 +63,13 @@ def replace_full(path: Path, fresh: Path) -> None:
     fresh.replace(path)
 
 
-def has_gone(path: Path, descriptor: int, limit: int) -> bool:
+def rotate_if_full(path: Path, descriptor: int, limit: int) -> bool:
     """Rename the open file if it is full; return whether `path` is now another file, or missing."""
-    if is_at(path, descriptor):
+    if is_same_file(path, descriptor):
         with suppress(OSError):
             if os.fstat(descriptor).st_size >= limit:
-                put_aside(path, limit)
-    return not is_at(path, descriptor)
+                rotate(path, limit)
+    return not is_same_file(path, descriptor)
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def exclusively(path: Path, limit: int) -> Iterator[BinaryIO]:
     with path.open("r+b", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
-            if not is_at(path, file.fileno()) or os.fstat(file.fileno()).st_size < limit:
+            if not is_same_file(path, file.fileno()) or os.fstat(file.fileno()).st_size < limit:
                 raise FileNotFoundError(f"{path} is no longer full")
             yield file
         finally:  # a process that was forked meanwhile has the file open, too
@@ -97,7 +97,7 @@ def appending(path: Path) -> Iterator[BinaryIO]:
     """
     for attempt in range(TRIES):
         with path.open("a+b", buffering=0) as file:
-            if (_is_shared(file) and is_at(path, file.fileno())) or attempt == TRIES - 1:
+            if (_is_shared(file) and is_same_file(path, file.fileno())) or attempt == TRIES - 1:
                 try:
                     yield file
                 finally:
@@ -147,10 +147,10 @@ def tail(path: Path, count: int) -> tuple[bytes, bool]:
 
 
 class Output:
-    """Descriptors of this process that append to `path` and move on to a new file when it is full.
+    """Descriptors of this process that append to `path`, and that switch to a new file when it is full.
 
-    Native code and threads that write meanwhile lose nothing. Processes started before keep writing to the
-    older file, and lose it with the next rotation.
+    No output of native code or other threads is lost during the switch. Processes that were started earlier
+    keep writing to the older file, until the next rotation deletes it.
     """
 
     def __init__(self, path: Path, *descriptors: int) -> None:
@@ -165,7 +165,7 @@ class Output:
         Descriptors that the program has since redirected are left alone.
         """
         ours = [each for each in self._descriptors if self._is_ours(each)]
-        if os.getpid() != self._process or not ours or not has_gone(self._path, ours[0], LOG_BYTES):
+        if os.getpid() != self._process or not ours or not rotate_if_full(self._path, ours[0], LOG_BYTES):
             return
         with suppress(OSError):  # no space, for example: keep the older one, and try again later
             new = os.open(

@@ -77,7 +77,7 @@ class StopFlag:
         return self
 
     @contextmanager
-    def ending(self) -> Iterator[None]:
+    def exit_on_signal(self) -> Iterator[None]:
         """Let a signal end this block at once, because there is nothing to save. Raises StoppedError."""
         self._is_ending = True
         try:
@@ -161,8 +161,9 @@ class StopFlag:
 def deferred_signals() -> Iterator[None]:
     """Defer the signals that a fork server ignores, and their handlers, to the end of this block.
 
-    A process that is started meanwhile never dies of one, and a handler that raises (`StopFlag.ending`) never
-    does so inside a fork: Python drops an error of its fork hooks, and logging's lock stays locked with it.
+    A process that is started meanwhile is not killed by one. A handler that raises
+    (`StopFlag.exit_on_signal`) never does so inside a fork, where Python drops an error of its fork hooks and
+    leaves logging's lock locked.
     """
     deferred: list[int] = []
     handlers: dict[int, Any] = {}
@@ -184,7 +185,7 @@ def deferred_signals() -> Iterator[None]:
 
 
 def stop_together(with_this_process: Callable[[int], None]) -> None:
-    """Make Ctrl-Z stop other process groups, too: `with_this_process(number)` sends them a signal."""
+    """Make Ctrl-Z also stop other process groups: `with_this_process(number)` sends them a signal."""
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         # Unlike SIGTSTP, it can be neither handled nor ignored.
@@ -223,7 +224,7 @@ def left_at_stop_signals(code: int) -> Iterator[None]:
 
 @contextmanager
 def ended_by_stop_signals() -> Iterator[None]:
-    """Make stop signals end this process at once in this block, which waits in C where no handler runs."""
+    """Make stop signals end this process at once in this block, which waits in C where no handlers run."""
     handlers = {number: signal.signal(number, signal.SIG_DFL) for number in STOP_SIGNALS}
     try:
         yield
@@ -240,18 +241,18 @@ def unblock_stop_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def default_signals(spares: bool = False) -> None:
-    """Restore Python's own handlers in a fork of the fork server, and receive the signals sent meanwhile.
+def default_signals(ignore_unhandled: bool = False) -> None:
+    """Restore Python's own handlers in a fork of the fork server, and receive the pending signals.
 
-    `spares`: see `spare_programs_without_handlers`.
+    `ignore_unhandled`: see `ignore_unhandled_scheduler_signals`.
     """
     default_handlers()
-    if spares:
-        spare_programs_without_handlers()
+    if ignore_unhandled:
+        ignore_unhandled_scheduler_signals()
     unblock_stop_signals()
 
 
-def spare_programs_without_handlers() -> None:
+def ignore_unhandled_scheduler_signals() -> None:
     """Make SIGUSR1 and SIGUSR2 harmless to a program without a handler for them.
 
     A scheduler sends them to the whole process tree; the agent asks such a program to stop with SIGTERM. They

@@ -40,9 +40,9 @@ def nearest(name: str, known: Iterable[str], least: float = 0.6) -> str | None:
     return next(iter(get_close_matches(name, list(known), n=1, cutoff=least)), None)
 
 
-def did_you_mean(meant: str | None, otherwise: str = "") -> str:
-    """Return the part of a message about an unknown name that suggests the one that was meant, if any."""
-    return f"; did you mean {meant}?" if meant else otherwise
+def did_you_mean(suggestion: str | None, otherwise: str = "") -> str:
+    """Return the part of a message about an unknown name that suggests a known name, if there is one."""
+    return f"; did you mean {suggestion}?" if suggestion else otherwise
 
 
 def first_line(error: BaseException) -> str:

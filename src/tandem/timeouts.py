@@ -133,7 +133,7 @@ STORE_READ_SECONDS = 60
 RENDEZVOUS_POLL_SECONDS = 0.05
 """Between two polls of the rendezvous, instead of torch's 1 s: one small read per node.
 
-Longer among many nodes (`rendezvous_state.paces`).
+Longer among many nodes (`rendezvous_state.poll_intervals`).
 """
 SHORTEST_LOOK_SECONDS = 0.001
 """The first pause while a joined node is about to write its ranks; each further one is twice as long."""

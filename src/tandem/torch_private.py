@@ -214,7 +214,7 @@ def _records(backend: str) -> Iterator[bytes]:
         yield bytes(_distributed_c10d._dump_fr_trace_json())
 
 
-def hasten_rendezvous(poll_seconds: float) -> None:
+def shorten_rendezvous_waits(poll_seconds: float) -> None:
     """Shorten two waits in the rendezvous engine that have no setting.
 
     It pauses for 1 s between two reads of the shared state; 50 ms are enough, at one small read per node. And
@@ -237,8 +237,11 @@ def hasten_rendezvous(poll_seconds: float) -> None:
         engine["get_method_name"] = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
-def hasten_handler(handler: Any, poll_seconds: float) -> None:
-    """Shorten how long the handler treats the last state that it read as current; see `hasten_rendezvous`."""
+def shorten_handler_waits(handler: Any, poll_seconds: float) -> None:
+    """Shorten how long the handler treats its last read of the state as current.
+
+    See `shorten_rendezvous_waits`.
+    """
     holder = getattr(handler, "_state_holder", None)
     if holder is not None and hasattr(holder, "_cache_duration"):
         holder._cache_duration = poll_seconds
@@ -255,7 +258,7 @@ def listening_at(descriptor: int | None) -> dict[str, Any]:
     return {"master_listen_fd": descriptor, **({"use_libuv": False} if old else {})}
 
 
-def handler_pace(alive_seconds: int, attempts: int, most_backoff_seconds: float) -> dict[str, Any]:
+def handler_intervals(alive_seconds: int, attempts: int, most_backoff_seconds: float) -> dict[str, Any]:
     """Return a rendezvous handler's arguments for its heartbeat and backoff times.
 
     A node is lost after `attempts` silent intervals of `alive_seconds`. A node whose write to the shared
@@ -365,9 +368,9 @@ def is_profiling() -> bool:
 
 
 def quiet_profiler() -> None:
-    """Keep the profiler from printing its own log lines, which it reads its level for at its first use.
+    """Silence the profiler's own log. Call this before its first use, when it reads its log level.
 
-    Without a GPU, a CUDA build prints an error that means nothing for a profile of the CPU.
+    Without a GPU, a CUDA build of torch logs an error that does not matter for a CPU profile.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tandem.kubernetes.commands import Asked, run
+from tandem.kubernetes.commands import K8sCommand, run
 from tandem.kubernetes.parameters import substituted
 from tandem.kubernetes.render import UsageError, render
 from tandem.platforms.placement import detect
@@ -164,10 +164,10 @@ def test_a_name_stays_text(name: str) -> None:
 def test_a_name_or_count_that_kubernetes_would_refuse_is_one_line(name: str, nodes: int, word: str) -> None:
     for verb in ("render", "apply"):
         with pytest.raises(UsageError, match=f"^{word}: invalid value.*expected") as error:
-            run(Asked(verb, "job", name=name, nodes=nodes))
+            run(K8sCommand(verb, "job", name=name, nodes=nodes))
         assert error.value.exit_code == 2 and "\n" not in str(error.value)
 
 
 def test_a_runtime_of_all_jobs_has_no_name_of_a_job() -> None:
     with pytest.raises(UsageError, match="--name: cluster-runtime"):
-        run(Asked("render", "cluster-runtime", name="other"))
+        run(K8sCommand("render", "cluster-runtime", name="other"))

@@ -245,7 +245,7 @@ def unused(group: ProcessGroup, name: str, folder: Path) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("name", "size"), [("ddp", 2), ("lone", 1)])
+@pytest.mark.parametrize(("name", "size"), [("ddp", 2), ("ddp_one_rank", 1)])
 def test_parameters_without_a_gradient_are_named(
     name: str, size: int, tmp_path: Path, free_port: int
 ) -> None:

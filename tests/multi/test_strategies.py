@@ -30,7 +30,7 @@ from tandem.training.step import Proposal, Stepper
 pytestmark = pytest.mark.multi
 
 BATCH, STEPS, HALF = 12, 8, 5
-CASES = [("single", 1), ("dp", 1), ("ddp", 1), ("ddp", 2), ("ddp", 3), ("lone", 1), ("fsdp", 2)]
+CASES = [("single", 1), ("dp", 1), ("ddp", 1), ("ddp", 2), ("ddp", 3), ("ddp_one_rank", 1), ("fsdp", 2)]
 NAN_STEP = 3
 
 
@@ -139,7 +139,7 @@ def train(
     stepper = Stepper(
         group, strategy, made.compute, made.optimization, batch, 0, task, model, optimizer, Clock()
     )
-    stepper.drops_gradients = name == "lone"  # as on the GPU that it is for
+    stepper.drops_gradients = name == "ddp_one_rank"  # as on the GPU that it is for
     if begin is not None:
         stepper.scaler.load_state_dict(begin["scaler"])
         strategy.load_exchange(begin["exchange"])

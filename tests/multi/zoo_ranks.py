@@ -26,7 +26,7 @@ from zoo_rows import BATCH, KILLED_AT, SAMPLES, SAVED_AT, STEPS, ZOO, Row, avera
 import tandem
 import tandem.cli
 import tandem.custom_loop.run
-import tandem.launch.lone_rank
+import tandem.launch.standalone_rank
 import tandem.rank.task
 import tandem.report.server
 from tandem.checkpoint.state import deserialize

@@ -13,7 +13,7 @@ threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 os.register_at_fork(after_in_parent=lambda: time.sleep(0.1))  # its errors would be dropped
 step = "none"
 try:
-    with stop.ending():
+    with stop.exit_on_signal():
         with deferred_signals():
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.1)

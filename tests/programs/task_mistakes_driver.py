@@ -6,7 +6,7 @@ import torch._dynamo  # as optimizers do: what a run imports is imported once fo
 
 from tandem import cli
 from tandem.config import resolve
-from tandem.launch import lone_rank  # noqa: F401
+from tandem.launch import standalone_rank  # noqa: F401
 from tandem.rank import task  # noqa: F401
 
 tasks, folder, words = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])

@@ -24,7 +24,7 @@ if __name__ == "__main__":
             time.sleep(0.01)
         print([warm()[pids[gpu]] for gpu in (0, 1)], len(ready.keys() & set(pids.values())))
         while len(warm()) < 2 * number + 2:
-            workers.stand_by(2)
+            workers.start_standby(2)
             time.sleep(0.01)
         if number == 3:
             workers.wait(60)

@@ -16,7 +16,7 @@ if __name__ == "__main__":
         pids = workers.start({0: start_as(world_size=size)})
         print(len(ready.keys() & set(pids.values())))
         while not warm().keys() - ready.keys() - set(pids.values()):
-            workers.stand_by(1)
+            workers.start_standby(1)
             time.sleep(0.01)
         workers.kill()
     workers.end_standby()

@@ -69,7 +69,7 @@ def test_a_sharded_life_on_an_object_store(store_address: str) -> None:
     values = torch.arange(21.0).view(7, 3)
 
     def save(step: int, ranks: int, publishes: bool = True) -> None:
-        place = store.begin(step)
+        pending = store.begin(step)
         files = {}
         for rank in range(ranks):
             other = CheckpointStore(where)  # of another node
@@ -77,13 +77,13 @@ def test_a_sharded_life_on_an_object_store(store_address: str) -> None:
             rest, parts = divided({"model": {"w": shard((7, 3), 0, rows)}})
             index = dict[str, Any]()
             name, entry = other.add(
-                other.place(place.name), file_name(rank, ranks),
+                other.pending(pending.name), file_name(rank, ranks),
                 lambda sink, parts=parts, index=index: index.update(write_parts(parts, sink)),
             )  # fmt: skip
             files[name] = {**entry, **index}
-        name, entry = store.add(place, "state.pt", serialize({**rest, "step": step}))
+        name, entry = store.add(pending, "state.pt", serialize({**rest, "step": step}))
         if publishes:
-            store.publish(step, place, {**files, name: entry}, {})
+            store.publish(step, pending, {**files, name: entry}, {})
 
     save(1, 2)
     save(2, 3, publishes=False)

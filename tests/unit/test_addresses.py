@@ -25,7 +25,7 @@ ROOT: list[Path] = []
 class Drawer:
     """A storage that is a folder of this test, one for each host."""
 
-    appears_whole = True
+    is_atomic = True
 
     def __init__(self, scheme: str, host: str) -> None:
         self._folder, self._root = Folder(), ROOT[-1] / scheme / host

@@ -151,7 +151,7 @@ def test_a_port_that_another_program_has_is_not_waited_for_in_silence(
     with socket.create_server(("127.0.0.1", 0)) as other, caplog.at_level(logging.INFO):
         port, began = other.getsockname()[1], time.monotonic()
         with pytest.raises(PeerLostError, match=f":{port} accepts connections.*--master"):
-            connect_store("127.0.0.1", port, timedelta(seconds=1), 1.0, word_every=0.2)
+            connect_store("127.0.0.1", port, timedelta(seconds=1), 1.0, log_every=0.2)
         with pytest.raises(PeerLostError):
             connect_store("127.0.0.1", port, timedelta(seconds=1), 600.0, lambda: True)
         assert time.monotonic() - began < 60

@@ -6,7 +6,7 @@ import pytest
 
 from tandem.config import Settings
 from tandem.errors import ConfigError
-from tandem.verify.bench import Mode, Wanted, modes_of, table
+from tandem.verify.bench import BenchOptions, Mode, modes_of, table
 
 
 @pytest.mark.parametrize(
@@ -19,11 +19,11 @@ from tandem.verify.bench import Mode, Wanted, modes_of, table
 )
 def test_what_is_mistyped_is_said(compare: str, output: Path | None, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        Wanted.of(compare, None, output)
+        BenchOptions.of(compare, None, output)
 
 
 def test_all_strategies_in_three_rounds_by_default() -> None:
-    assert Wanted.of(None, None, None) == Wanted(["single", "dp", "ddp", "fsdp"], 3)
+    assert BenchOptions.of(None, None, None) == BenchOptions(["single", "dp", "ddp", "fsdp"], 3)
     with pytest.raises(ConfigError, match="use --nproc"):
         modes_of(["ddp"], Settings().replace(nodes=2), 0)
 

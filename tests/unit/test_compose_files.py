@@ -449,30 +449,31 @@ def test_chaos_reads_events_on_when_their_file_is_put_aside(monkeypatch: pytest.
     monkeypatch.setattr(engine.Cluster, "read", read)
     there = engine.Cluster("n", {"RUN": "train"})
     before = there.events()[-1]
-    scene = faults.Scene(there, engine.Node(1, "n-node-2", "id", "running", 0, 1, 1, "", ""), 40, before, 1)
-    assert scene.continued()
+    node = engine.Node(1, "n-node-2", "id", "running", 0, 1, 1, "", "")
+    context = faults.FaultContext(there, node, 40, before, 1)
+    assert context.continued()
     files["events.jsonl"].append({"kind": "world", "number": 2})
     files["events.jsonl.1"], files["events.jsonl"] = files["events.jsonl"], [{"kind": "counted"}]
     files["events.jsonl"].append({"kind": "resumed", "step": 41})
-    assert scene.since("world") == [{"kind": "world", "number": 2}] and scene.resumed() == 41
+    assert context.since("world") == [{"kind": "world", "number": 2}] and context.resumed() == 41
     files["events.jsonl.1"], files["events.jsonl"] = files["events.jsonl"], [{"kind": "counted"}]
-    assert scene.resumed() == 41, "what the scene knows is gone: all that is left is newer"
+    assert context.resumed() == 41, "what the context knows is gone: all that is left is newer"
 
 
 def test_a_rank_that_hangs_has_to_be_named_before_the_next_generation_counts() -> None:
     there = Told("n", {})
     there.told = [{"kind": "hang", "rank": 0, "node": 0, "seconds": 9.0}]
-    scene = faults.Scene(
+    context = faults.FaultContext(
         there, engine.Node(1, "n-node-2", "id", "running", 0, 1, 1, "", ""), 40, there.told[0], 1
     )
     fault = faults.FAULTS["hang"]
-    assert fault.inject(scene) == "stopped rank-3 on node 1 in its tracks" and fault.reopens
-    assert fault.check(scene) is None, "a hang before the fault is none of it"
+    assert fault.inject(context) == "stopped rank-3 on node 1 in its tracks" and fault.reopens
+    assert fault.check(context) is None, "a hang before the fault is none of it"
     resumed = {"kind": "resumed", "step": 41}
     there.told.append(resumed)
-    assert fault.check(scene) is None, "no rank was reported"
+    assert fault.check(context) is None, "no rank was reported"
     there.told.insert(1, {"kind": "hang", "rank": 3, "node": 1, "seconds": 10.24})
-    assert fault.check(scene) == "it was reported after 10.2 s, the next generation resumed from step 41"
+    assert fault.check(context) == "it was reported after 10.2 s, the next generation resumed from step 41"
     there.told[1] = {"kind": "hang", "rank": 2, "node": 0, "seconds": 10.24}
     with pytest.raises(engine.ClusterError, match="rank 2 on node 0 was reported, but rank 3 on node 1 was"):
-        fault.check(scene)
+        fault.check(context)

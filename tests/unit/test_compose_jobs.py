@@ -70,7 +70,7 @@ def ended(played: Any, *nodes: engine.Node) -> tuple[int, str]:
     followed = job.ClusterJob.of(played)
     played.there = list(nodes)
     followed.wait()
-    return followed.ending()
+    return followed.result()
 
 
 def test_a_job_whose_containers_are_there(played: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tandem.cluster import chaos
 from tandem.cluster.engine import Cluster, Node
-from tandem.cluster.faults import Fault, Scene
+from tandem.cluster.faults import Fault, FaultContext
 from tandem.cluster.network import LinkShape, cut, repair, shape_node
 
 NODE = Node(1, "n-node-1", "id", "running", 0, 1, 1, "first", "")
@@ -60,25 +60,25 @@ def cluster(require: Callable[..., None]) -> Iterator[Namespace]:
     made.end()
 
 
-def slow_network(scene: Scene) -> str:
+def slow_network(context: FaultContext) -> str:
     """A fault with a shape of its own, lifted as faults lift it."""
-    shape_node(scene.cluster, scene.node, LinkShape("1mbit"))
-    assert scene.cluster.rate() == "1Mbit"  # type: ignore[attr-defined]
-    shape_node(scene.cluster, scene.node, LinkShape())
+    shape_node(context.cluster, context.node, LinkShape("1mbit"))
+    assert context.cluster.rate() == "1Mbit"  # type: ignore[attr-defined]
+    shape_node(context.cluster, context.node, LinkShape())
     return "slow"
 
 
-def partition(scene: Scene) -> str:
-    cut(scene.cluster, scene.node)
-    repair(scene.cluster, scene.node)
+def partition(context: FaultContext) -> str:
+    cut(context.cluster, context.node)
+    repair(context.cluster, context.node)
     return "cut"
 
 
-def restart(scene: Scene) -> str:
-    assert isinstance(scene.cluster, Namespace) and isinstance(scene.cluster.variables, dict)
-    scene.cluster.end()
-    scene.cluster.start()
-    scene.cluster.variables["STARTED"] = "again"
+def restart(context: FaultContext) -> str:
+    assert isinstance(context.cluster, Namespace) and isinstance(context.cluster.variables, dict)
+    context.cluster.end()
+    context.cluster.start()
+    context.cluster.variables["STARTED"] = "again"
     return "started again"
 
 
@@ -89,6 +89,6 @@ def test_the_users_rate_is_back_after_a_fault(
     shape_node(cluster, cluster.nodes()[0], LinkShape("100mbit"))
     steps = iter(range(10, 100))
     monkeypatch.setattr(chaos, "live_step", lambda cluster: next(steps))
-    monkeypatch.setitem(chaos.FAULTS, "tried", Fault(inject, lambda scene: "went on", reopens=False))
+    monkeypatch.setitem(chaos.FAULTS, "tried", Fault(inject, lambda context: "went on", reopens=False))
     chaos.inject_fault(cluster, "tried", 1)
     assert cluster.rate() == "100Mbit"

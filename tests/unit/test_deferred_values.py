@@ -43,7 +43,7 @@ def deferred(build: Build) -> tuple[nn.Module, DeferredValues]:
 
 def computed(build: Build) -> dict[str, Tensor]:
     model, values = deferred(build)
-    places = values.places(model)
+    places = values.module_tensors(model)
     assert all(place.tensor.is_meta for place in places)
     found = {key: value.clone() for key, value in values.computed(True) if value is not None}
     real = {name: found.get(id(tensor), tensor) for name, tensor in held_as_is(model).items()}

@@ -137,7 +137,8 @@ def test_nobody_without_the_secret_reaches_the_store(store: TCPStore, gate: Prox
 
 def test_a_crowd_from_one_address_pushes_out_nobody_of_another(gate: ProxyServer) -> None:
     slow = socket.create_connection(("127.0.0.1", gate.port), source_address=("127.0.0.2", 0))
-    crowd = [socket.create_connection(("127.0.0.1", gate.port)) for _ in range(3 * tls_proxy.STRANGERS)]
+    count = 3 * tls_proxy.MAX_UNAUTHENTICATED
+    crowd = [socket.create_connection(("127.0.0.1", gate.port)) for _ in range(count)]
     for each in crowd:
         assert each.recv(len(tls_proxy.GREETING)) in (tls_proxy.GREETING, b"")
     connect_as_node(slow, KEY, NAME).close()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.launch.places import Holder, NodeReport, PlaceTable, from_text, report_from, to_text
+from tandem.launch.places import NodeReport, PlaceOwner, PlaceTable, from_text, report_from, to_text
 
 SILENCE, LONG_SILENCE, PATIENCE = 1.0, 5.0, 10.0
 
@@ -138,7 +138,7 @@ def test_after_a_restart_of_node_0_those_that_trained_keep_their_places() -> Non
 
 
 def test_what_is_in_the_store_is_checked() -> None:
-    holders = {1: Holder(3, "a"), 2: Holder(2, "b")}
+    holders = {1: PlaceOwner(3, "a"), 2: PlaceOwner(2, "b")}
     assert from_text(to_text(holders).encode()) == holders
     for text in (b"", b"[]", b"3", b'{"1": 2}', b'{"x": [1, "a"]}', b"\xff", b"[" * 100_000):
         with pytest.raises(ValueError):

@@ -14,7 +14,7 @@ from tandem.config import Given, Settings, resolve
 from tandem.distributed.position import Position, RankStart
 from tandem.errors import ConfigError
 from tandem.launch.misplaced_flags import hint, without_effect
-from tandem.launch.program_arguments import check, is_own_loop, split, to_verify
+from tandem.launch.program_arguments import check, is_custom_loop, split, to_verify
 from tandem.script.execute import code_of
 from tandem.script.job import Job, Program, variables
 from tandem.script.observer import where
@@ -245,7 +245,7 @@ def test_verify_resume_runs_a_script_with_its_own_words(tmp_path: Path) -> None:
     ours, program = split(["--script", str(script), "--", "100"])
     assert to_verify(str(script), program, {}) == Program("script", str(script), ("100",))
     assert to_verify(None, None, {}) is None
-    assert is_own_loop(script)
+    assert is_custom_loop(script)
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,10 @@ from tandem.launch.rendezvous_state import (
     NO_STATE,
     STATE_KEY,
     WatchfulBackend,
+    describe_joined_nodes,
     from_text,
-    paces,
+    poll_intervals,
     to_text,
-    who_is_here,
 )
 from tandem.platforms.placement import Placement
 
@@ -183,7 +183,7 @@ def test_what_the_first_node_has_not_written_is_a_store_that_is_lost(store: TCPS
 def test_many_nodes_look_less_often_and_stay_out_of_each_others_way(
     nodes: int, expected: tuple[float, int, float]
 ) -> None:
-    assert paces(nodes) == expected
+    assert poll_intervals(nodes) == expected
 
 
 @pytest.mark.parametrize(
@@ -198,8 +198,9 @@ def test_many_nodes_look_less_often_and_stay_out_of_each_others_way(
 def test_who_has_not_come_is_named(nodes: int, elastic: tuple[int, int] | None, said: str) -> None:
     handler = SimpleNamespace(_state_holder=SimpleNamespace(state=whole()))
     placement = Placement("by-hand", nodes, 0, 1, "node0", 29500, elastic)
-    assert who_is_here(handler, placement) == said  # type: ignore[arg-type]
+    assert describe_joined_nodes(handler, placement) == said  # type: ignore[arg-type]
     if elastic is None and nodes > 2:  # one that has not joined again yet missed itself
         late = dataclasses.replace(placement, node_rank=2)
-        assert who_is_here(handler, late).startswith(f"3 of {nodes} nodes have joined, missing node 3")  # type: ignore[arg-type]
-    assert who_is_here(SimpleNamespace(), placement) == f"some of {nodes} nodes have joined"  # type: ignore[arg-type]
+        joined = describe_joined_nodes(handler, late)  # type: ignore[arg-type]
+        assert joined.startswith(f"3 of {nodes} nodes have joined, missing node 3")
+    assert describe_joined_nodes(SimpleNamespace(), placement) == f"some of {nodes} nodes have joined"  # type: ignore[arg-type]

@@ -111,19 +111,19 @@ def test_a_container_that_is_no_replica(name: str) -> None:
 
 
 def test_a_final_end_keeps_the_container_down_for_a_while(tmp_path: Path) -> None:
-    assert replica.stay_down_code(tmp_path, "4f3c") is None
+    assert replica.permanent_exit_code(tmp_path, "4f3c") is None
     replica.note_end(tmp_path, "4f3c", 7)
-    assert replica.stay_down_code(tmp_path, "4f3c") == 7
-    assert replica.stay_down_code(tmp_path, "other") is None
+    assert replica.permanent_exit_code(tmp_path, "4f3c") == 7
+    assert replica.permanent_exit_code(tmp_path, "other") is None
     noted = (tmp_path / "log" / "ended-4f3c.json").stat().st_mtime
-    assert replica.stay_down_code(tmp_path, "4f3c", noted + replica.STAY_DOWN_SECONDS + 1) is None
+    assert replica.permanent_exit_code(tmp_path, "4f3c", noted + replica.STAY_DOWN_SECONDS + 1) is None
 
 
 @pytest.mark.parametrize("code", [0, 137, 143, 200])
 def test_an_end_that_may_be_retried_is_no_reason_to_stay_down(tmp_path: Path, code: int) -> None:
     replica.note_end(tmp_path, "4f3c", 2)
     replica.note_end(tmp_path, "4f3c", code)
-    assert replica.stay_down_code(tmp_path, "4f3c") is None
+    assert replica.permanent_exit_code(tmp_path, "4f3c") is None
 
 
 @pytest.mark.parametrize("code, final", [(1, True), (127, True), (255, True), (241, True), (139, False)])
@@ -138,11 +138,11 @@ def test_an_end_is_final_also_on_a_volume_that_cannot_be_written_to(
     monkeypatch.setattr(replica, "NOTES", tmp_path / "notes")
     monkeypatch.setattr(replica.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
     replica.note_end(tmp_path / "run", "4f3c", code)
-    assert replica.stay_down_code(tmp_path / "run", "4f3c") == (code if final else None)
-    assert replica.stay_down_code(tmp_path / "run", "other") is None
+    assert replica.permanent_exit_code(tmp_path / "run", "4f3c") == (code if final else None)
+    assert replica.permanent_exit_code(tmp_path / "run", "other") is None
     assert not list((tmp_path / "tmp").iterdir()), "the first place that takes it has it"
     replica.note_end(tmp_path / "run", "4f3c", 0)
-    assert replica.stay_down_code(tmp_path / "run", "4f3c") is None
+    assert replica.permanent_exit_code(tmp_path / "run", "4f3c") is None
 
 
 def test_notes_never_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,4 +153,4 @@ def test_notes_never_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     replica.note_end(file, "4f3c", 1)
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "ended-4f3c.json").write_text("{")
-    assert replica.stay_down_code(tmp_path, "4f3c") is None
+    assert replica.permanent_exit_code(tmp_path, "4f3c") is None

@@ -15,7 +15,7 @@ from tandem.schedule import (
     scale_lr,
     scaling_of,
 )
-from tandem.training.optim import Rates
+from tandem.training.optim import LearningRates
 
 SCHEDULES: list[LrSchedule] = ["constant", "linear", "cosine", "step"]
 SIZES = st.integers(1, 300)
@@ -172,7 +172,7 @@ def test_scaling_without_a_batch_size() -> None:
 )
 def test_the_arithmetic_is_one_line(settings: dict[str, Any], expected: str) -> None:
     made = Settings().replace(**settings)
-    found = Rates(made.optimization, made.data.batch_size, 100, 4000)
+    found = LearningRates(made.optimization, made.data.batch_size, 100, 4000)
     assert str(found) == expected
     assert max(map(found.at, range(4000))) == pytest.approx(found.peak)
 

@@ -58,18 +58,18 @@ def of_rank(value: Any, rows: Any, path: tuple[Any, ...] = ()) -> Any:
 
 
 def save(store: CheckpointStore, ranks: int, step: int = 1) -> None:
-    place = store.begin(step)
+    pending = store.begin(step)
     files = {}
     for rank in reversed(range(ranks)):
         rest, parts = divided(of_rank(whole_state(step), rows_of(rank, ranks)))
         index = dict[str, Any]()
         name, entry = store.add(
-            store.place(place.name), file_name(rank, ranks),
+            store.pending(pending.name), file_name(rank, ranks),
             lambda sink, parts=parts, index=index: index.update(write_parts(parts, sink)),
         )  # fmt: skip
         files[name] = {**entry, **index}
-    name, entry = store.add(place, STATE, serialize(rest))
-    store.publish(step, place, {**files, name: entry}, {"eval": {"loss": 0.5}})
+    name, entry = store.add(pending, STATE, serialize(rest))
+    store.publish(step, pending, {**files, name: entry}, {"eval": {"loss": 0.5}})
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -143,11 +143,11 @@ def test_a_rank_reads_only_the_files_with_its_rows(store: CheckpointStore) -> No
 def test_two_names_of_one_memory_are_written_once(store: CheckpointStore) -> None:
     values = torch.randn(64, 64)
     rest, parts = divided({"model": {"a": shard((64, 64), 0, values), "b": shard((64, 64), 0, values)}})
-    place = store.begin(1)
+    pending = store.begin(1)
     index = dict[str, Any]()
-    name, entry = store.add(place, file_name(0, 1), lambda sink: index.update(write_parts(parts, sink)))
-    state, of_state = store.add(place, STATE, serialize({**rest, "step": 1}))
-    store.publish(1, place, {name: {**entry, **index}, state: of_state}, {})
+    name, entry = store.add(pending, file_name(0, 1), lambda sink: index.update(write_parts(parts, sink)))
+    state, of_state = store.add(pending, STATE, serialize({**rest, "step": 1}))
+    store.publish(1, pending, {name: {**entry, **index}, state: of_state}, {})
     assert int(str(entry["bytes"])) < 2 * values.nbytes
     found = read_state(store, 1)[0]["model"]
     assert torch.equal(found["a"], values) and torch.equal(found["b"], values)
@@ -230,7 +230,7 @@ def test_the_format_of_a_newer_version_is_no_damage(store: CheckpointStore) -> N
 )  # fmt: skip
 def test_an_index_that_does_not_fit_is_not_loaded(store: CheckpointStore, change: dict[str, Any]) -> None:
     rest, parts = divided(of_rank(whole_state(), rows_of(0, 1)))
-    place = store.begin(1)
+    pending = store.begin(1)
 
     def write(sink: Any) -> None:
         whole = bytearray()
@@ -243,9 +243,9 @@ def test_an_index_that_does_not_fit_is_not_loaded(store: CheckpointStore, change
         index["index"]["sha256"] = hashlib.sha256(text).hexdigest()
 
     index = dict[str, Any]()
-    name, entry = store.add(place, file_name(0, 1), write)
-    state, of_state = store.add(place, STATE, serialize(rest))
-    store.publish(1, place, {name: {**entry, **index}, state: of_state}, {})
+    name, entry = store.add(pending, file_name(0, 1), write)
+    state, of_state = store.add(pending, STATE, serialize(rest))
+    store.publish(1, pending, {name: {**entry, **index}, state: of_state}, {})
     with pytest.raises(UnloadableError):
         read_state(store, 1)
 
@@ -256,23 +256,23 @@ def test_an_index_that_does_not_fit_is_not_loaded(store: CheckpointStore, change
 def test_a_shard_of_an_impossible_size_is_not_loaded(store: CheckpointStore, about: Any) -> None:
     rest, parts = divided(of_rank(whole_state(), rows_of(0, 1)))
     rest["model"]["w"] = {SHARD: about}
-    place = store.begin(1)
+    pending = store.begin(1)
     index = dict[str, Any]()
-    name, entry = store.add(place, file_name(0, 1), lambda sink: index.update(write_parts(parts, sink)))
-    state, of_state = store.add(place, STATE, serialize(rest))
-    store.publish(1, place, {name: {**entry, **index}, state: of_state}, {})
+    name, entry = store.add(pending, file_name(0, 1), lambda sink: index.update(write_parts(parts, sink)))
+    state, of_state = store.add(pending, STATE, serialize(rest))
+    store.publish(1, pending, {name: {**entry, **index}, state: of_state}, {})
     with pytest.raises(UnloadableError):
         read_state(store, 1)
 
 
 def test_a_file_that_another_node_wrote_elsewhere_fails_the_save(store: CheckpointStore) -> None:
-    place = store.begin(1)
-    name, entry = store.add(place, STATE, serialize({"step": 1}))
+    pending = store.begin(1)
+    name, entry = store.add(pending, STATE, serialize({"step": 1}))
     there = {"bytes": 3, "sha256": "0" * 64, "index": {"offset": 1, "sha256": "0" * 64}}
     with pytest.raises(CheckpointError):
-        store.publish(1, place, {name: entry, file_name(0, 1): there}, {})
+        store.publish(1, pending, {name: entry, file_name(0, 1): there}, {})
     assert store.steps() == []
-    store.abandon(place)
+    store.abandon(pending)
     save(store, 2)
     assert [path.name for path in store.directory.iterdir()] == ["step-000000001"]
 

@@ -26,7 +26,7 @@ from tandem.errors import ConfigError
 from tandem.launch.gpus import gpus_of
 from tandem.platforms.placement import Placement
 from tandem.run.directory import RunDir
-from tandem.work.task import TaskWork
+from tandem.work.task import TaskWorkload
 
 weights = st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=9)
 
@@ -132,7 +132,7 @@ NO_GPU, GPU = {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "0"}
 
 def launched(placement: Placement, environ: Mapping[str, str], folder: Path, **values: object) -> None:
     settings = Settings().replace(**{"batch_size": 10, "run_dir": folder / "run", **values})
-    TaskWork(RunDir.of(settings), settings, ()).check(placement, lambda: gpus_of(environ))
+    TaskWorkload(RunDir.of(settings), settings, ()).check(placement, lambda: gpus_of(environ))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from tandem.config.slices import DataConfig
-from tandem.data.fetch import StepContext, WithStepContext, asking
+from tandem.data.fetch import StepContext, WithStepContext, with_step_context
 from tandem.data.kinds import evaluation_batches, training_data
 from tandem.data.source import BatchReader
 from tandem.tasks.base import WholeTask
@@ -63,7 +63,7 @@ def test_who_does_not_ask_is_called_as_it_is() -> None:
         whole = WholeTask(task)
         assert not isinstance(whole.loss, WithStepContext) and not isinstance(whole.collate, WithStepContext)
     for method in (lambda step: step, lambda epoch, step: step, lambda *step, **epoch: step, dict.get, None):
-        assert asking(method, 2, StepContext()) is method, "what is always given may have any name"
+        assert with_step_context(method, 2, StepContext()) is method, "what is always given may have any name"
 
 
 def test_a_loss_is_told_of_the_step_that_is_taken() -> None:

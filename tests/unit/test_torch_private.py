@@ -138,15 +138,15 @@ def test_the_rendezvous_is_hastened_once(without: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(dynamic_rendezvous, "_delay", original)
     monkeypatch.setattr(dynamic_rendezvous, "get_method_name", lambda depth=2: "x")
     without(dynamic_rendezvous, "get_method_name")
-    torch_private.hasten_rendezvous(0.05)
-    torch_private.hasten_rendezvous(0.07)
+    torch_private.shorten_rendezvous_waits(0.05)
+    torch_private.shorten_rendezvous_waits(0.07)
     dynamic_rendezvous._delay(1)
     dynamic_rendezvous._delay((0.1, 0.2))
     assert slept == [0.05, (0.1, 0.2)]
     if hasattr(dynamic_rendezvous, "get_method_name"):
         assert dynamic_rendezvous.get_method_name(1) == "test_the_rendezvous_is_hastened_once"
     monkeypatch.delattr(dynamic_rendezvous, "_delay")
-    torch_private.hasten_rendezvous(0.05)
+    torch_private.shorten_rendezvous_waits(0.05)
     assert not hasattr(dynamic_rendezvous, "_delay")
 
 
@@ -155,11 +155,11 @@ def test_a_handler_says_what_it_knows() -> None:
     came = [SimpleNamespace(addr="a"), SimpleNamespace(addr="b")]
     holder = SimpleNamespace(_cache_duration=1, state=SimpleNamespace(participants=came))
     handler = SimpleNamespace(_state_holder=holder, _stop_heartbeats=lambda: stopped.append(True))
-    torch_private.hasten_handler(handler, 0.05)
+    torch_private.shorten_handler_waits(handler, 0.05)
     torch_private.stop_keep_alive(handler)
     assert (holder._cache_duration, torch_private.nodes_here(handler), stopped) == (0.05, ["a", "b"], [True])
     for less in (SimpleNamespace(), SimpleNamespace(_state_holder=SimpleNamespace())):
-        torch_private.hasten_handler(less, 0.05)
+        torch_private.shorten_handler_waits(less, 0.05)
         torch_private.stop_keep_alive(less)
         assert torch_private.nodes_here(less) is None and not hasattr(less, "_cache_duration")
 
@@ -228,7 +228,7 @@ def test_a_store_listens_at_a_descriptor_in_old_and_new_torch(monkeypatch: pytes
 
 
 def test_signs_of_life_are_asked_as_often_as_torch_lets_one() -> None:
-    known = torch_private.handler_pace(1, 5, 0.5)
+    known = torch_private.handler_intervals(1, 5, 0.5)
     wanted = {"keep_alive_interval": 1, "keep_alive_max_attempt": 5, "cas_backoff_max_seconds": 0.5}
     assert known.items() <= wanted.items()
 

@@ -18,7 +18,7 @@ from tandem.checkpoint.store import CheckpointStore
 from tandem.config.slices import ComputeConfig, ExchangeConfig
 from tandem.distributed.strategy.single import SingleStrategy
 from tandem.errors import ConfigError
-from tandem.training.weights import PREFIXES, Initial, fit, read_weights, tensors_in
+from tandem.training.weights import PREFIXES, InitialWeights, match_weights, read_weights, tensors_in
 
 
 class Net(nn.Module):
@@ -59,7 +59,7 @@ def test_containers_and_prefixes(tmp_path: Path, container: str | None, prefix: 
         saved = {container: saved, "optimizer": {"state": {}}, "epoch": 3}
     torch.save(saved, tmp_path / "weights.pth")
     model = Net()
-    Initial(read(tmp_path / "weights.pth"), tmp_path, True).load(single(), model)
+    InitialWeights(read(tmp_path / "weights.pth"), tmp_path, True).load(single(), model)
     assert all(torch.equal(value, mine[name]) for name, value in model.state_dict().items())
 
 
@@ -71,15 +71,15 @@ def test_any_wrapping_of_file_and_model_fits(theirs: list[str], mine: list[str])
         outer.add_module(prefix.rstrip("."), model)
         model = outer
     wrapped = {"".join(theirs) + name: value for name, value in state_of().items()}
-    found = fit(wrapped, model)
+    found = match_weights(wrapped, model)
     assert found.share == 1 and not found.missing and not found.unexpected and not found.wrong_shaped
 
 
 def test_names_that_could_mean_two_are_not_guessed() -> None:
     model = nn.ModuleDict({"model": nn.Linear(2, 2), "module": nn.Linear(2, 2)})
-    found = fit(dict(nn.Linear(2, 2).state_dict()), model)
+    found = match_weights(dict(nn.Linear(2, 2).state_dict()), model)
     assert found.share == 0 and len(found.missing) == 4 and len(found.unexpected) == 2
-    exact = fit(dict(model.state_dict()), model)
+    exact = match_weights(dict(model.state_dict()), model)
     assert exact.share == 1 and not exact.missing
 
 
@@ -89,7 +89,7 @@ def test_another_head_loads_all_but_the_head_and_says_so(
     torch.save({**state_of(classes=10), "extra": torch.ones(1)}, tmp_path / "other.pt")
     model = Net()
     before = model.head.weight.clone()
-    initial = Initial(read(tmp_path / "other.pt"), tmp_path / "other.pt", False)
+    initial = InitialWeights(read(tmp_path / "other.pt"), tmp_path / "other.pt", False)
     with caplog.at_level("INFO"):
         initial.load(single(), model)
     assert torch.equal(model.head.weight, before)
@@ -103,27 +103,27 @@ def test_another_head_loads_all_but_the_head_and_says_so(
     assert "head.weight is (10, 8) in the file but (3, 8) in the model" in caplog.messages[-1]
     assert caplog.messages[1].endswith("and 3 more")
     with pytest.raises(ConfigError, match=r"67\.5%.*--init-strict requires all \(head\.weight is \(10, 8\)"):
-        Initial(initial.tensors, initial.source, True).load(single(), model)
+        InitialWeights(initial.tensors, initial.source, True).load(single(), model)
 
 
 def test_a_hundred_percent_is_all(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(3000, 1)
     with caplog.at_level("INFO"):
-        Initial({"weight": model.weight.detach()}, PurePath("most.pt"), False).load(single(), model)
+        InitialWeights({"weight": model.weight.detach()}, PurePath("most.pt"), False).load(single(), model)
     assert caplog.messages[0] == "starting from most.pt: 99.9% of the model's parameters (3,000 of 3,001)"
 
 
 def test_what_loads_nothing_is_an_error() -> None:
     other = {name: value for name, value in nn.Linear(5, 5).state_dict().items()}
     with pytest.raises(ConfigError, match=r"has 0\.0% .*nothing can be loaded .*use weights of this model$"):
-        Initial(other, PurePath("other.pt"), False).load(single(), Net())
+        InitialWeights(other, PurePath("other.pt"), False).load(single(), Net())
 
 
 def test_safetensors(tmp_path: Path) -> None:
     save_file = pytest.importorskip("safetensors.torch").save_file
     mine = {name: value for name, value in state_of().items() if not name.startswith("tied")}
     save_file(mine, tmp_path / "weights.safetensors")
-    found = fit(read(tmp_path / "weights.safetensors"), Net())
+    found = match_weights(read(tmp_path / "weights.safetensors"), Net())
     assert found.share == 1 and found.missing == ("tied.weight", "tied.bias")
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "weights.safetensors").read_bytes()[:-9])
     with pytest.raises(ConfigError, match="not a valid safetensors file"):

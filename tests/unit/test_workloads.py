@@ -15,8 +15,8 @@ from tandem.run.directory import RunDir
 from tandem.script.job import Program
 from tandem.signals import StopFlag
 from tandem.work.base import NOTHING, SAVED, TRAINED, Cause, GenerationEnd, Workload, any_rank, gpu_index
-from tandem.work.program import ProgramWork
-from tandem.work.task import TaskWork
+from tandem.work.program import ProgramWorkload
+from tandem.work.task import TaskWorkload
 
 NODE_1_KILLED = Cause(1, 1, "b", KILLED)
 
@@ -48,14 +48,14 @@ def end(codes: Mapping[int, int | None], nodes: int = 1, **changes: Any) -> Gene
     return GenerationEnd(**{**given, **changes})
 
 
-def task(folder: Path, **values: object) -> TaskWork:
+def task(folder: Path, **values: object) -> TaskWorkload:
     settings = Settings().replace(run_dir=folder, **values)
-    return TaskWork(RunDir.of(settings), settings, ())
+    return TaskWorkload(RunDir.of(settings), settings, ())
 
 
-def program(folder: Path, kind: Any = "script", **values: object) -> ProgramWork:
+def program(folder: Path, kind: Any = "script", **values: object) -> ProgramWorkload:
     settings = Settings().replace(run_dir=folder, **values)
-    return ProgramWork(Program(kind, "train.py", ("--lr", "1")), RunDir.of(settings), settings, ())
+    return ProgramWorkload(Program(kind, "train.py", ("--lr", "1")), RunDir.of(settings), settings, ())
 
 
 @pytest.mark.parametrize(

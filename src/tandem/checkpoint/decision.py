@@ -43,7 +43,7 @@ def checkpoints_of(run: str | PurePath) -> CheckpointStore:
 
 
 def locate(text: str) -> tuple[CheckpointStore, int | None]:
-    """PATH[@STEP] -> the store and the step (None: the newest). PATH is a run, its checkpoints, or one step.
+    """Resolve PATH[@STEP] to (store, step or None for the newest). PATH: a run, its checkpoints, or one step.
 
     Raises ConfigError if there is no such checkpoint.
     """
@@ -301,7 +301,7 @@ def _saved(info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(values: object) -> dict[str, Any]:
-    """Convert values to what a manifest returns after a round trip through JSON."""
+    """Convert values to the types that they have after a round trip through a manifest's JSON."""
     plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return plain
 

@@ -34,7 +34,7 @@ def list_checkpoints(
     """Return the rows, newest first. Changes nothing.
 
     `now` is in Unix seconds; `rule` defaults to `rule_of`. Raises CheckpointError for a volume that cannot be
-    read. Checkpoints that are pruned meanwhile are left out.
+    read. Checkpoints that are pruned while this runs are left out.
     """
     now = time.time() if now is None else now
     why, sizes = store.why_kept(rule or rule_of(store)), store.sizes()
@@ -117,7 +117,7 @@ def table(rows: list[CheckpointRow], store: CheckpointStore) -> str:
 
 
 def as_json(rows: list[CheckpointRow], store: CheckpointStore) -> dict[str, object]:
-    """Return what `tandem checkpoints ls --json` prints, except for what was removed."""
+    """Return the output of `tandem checkpoints ls --json`, without the checkpoints that were removed."""
     checkpoints = [
         {
             "step": row.step,

@@ -169,7 +169,7 @@ def check_size(path: object, wanted: dict[str, Any], size: int) -> None:
 def check_fits(path: object, size: int) -> None:
     """Raise CheckpointError if a file is larger than this machine's memory, before it is read.
 
-    It is not damage: the file may be valid and from a larger machine.
+    Such a file is not damaged: it may come from a machine with more memory.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if size > memory:

@@ -44,7 +44,7 @@ def all_rows(length: int) -> tuple[int, int]:
 
 
 def name_of(path: Path) -> str:
-    """Return the name of the sharded tensor at `path`; only its last key is free text, so none are equal."""
+    """Return the name of the sharded tensor at `path`; unique, because only the last key can contain "/"."""
     return "/".join(map(str, path))
 
 
@@ -64,7 +64,7 @@ def _dtype_name(values: Tensor) -> str:
 
 
 def write_parts(parts: Parts, sink: Sink) -> dict[str, Any]:
-    """Write a rank's file; return what its manifest entry has in addition to size and hash."""
+    """Write a rank's file; return the fields of its manifest entry other than size and hash."""
     index = list[dict[str, Any]]()
     written: dict[Any, dict[str, Any]] = {}
     for name, part in parts.items():
@@ -239,7 +239,7 @@ def _read_range(file: StorageReader, entry: "_Range", into: Tensor, begin: int, 
 
 
 class _Target:
-    """The rows of one tensor that are read, and which of them have been."""
+    """The rows of one tensor that this rank needs, and those that have been read so far."""
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: str, first: int, values: Tensor) -> None:
         self._form = name, dtype, shape

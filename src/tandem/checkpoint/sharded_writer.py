@@ -1,8 +1,8 @@
 """Saves of a sharded state: each rank writes its own file, and rank 0 publishes them together.
 
-The writer threads of the ranks tell each other through a store, because collectives belong to the training
-thread. Rank 0 says where to write, the others what they have written, and rank 0 how it ended. If any rank
-is killed, the checkpoint is published with all files, or does not exist.
+The writer threads of the ranks coordinate through a store, because only the training thread may run
+collectives. Rank 0 announces where to write, the other ranks report their files, and rank 0 announces the
+outcome. If a rank is killed, the checkpoint either has all files or does not exist.
 """
 
 import threading
@@ -24,17 +24,17 @@ PARTS = "tandem_parts"
 
 
 class ShardNotices(Protocol):
-    """What the writer threads of the ranks tell each other, by key."""
+    """A small key-value store through which the writer threads of the ranks coordinate a save."""
 
-    def tell(self, key: str, value: object) -> None:
+    def set(self, key: str, value: object) -> None:
         """Set a JSON value, once per key."""
         ...
 
-    def told(self, keys: Sequence[str]) -> list[Any] | None:
+    def get_all(self, keys: Sequence[str]) -> list[Any] | None:
         """Return the values of all `keys`, or None if one is missing. Does not wait."""
         ...
 
-    def forget(self, key: str) -> None:
+    def delete(self, key: str) -> None:
         """Remove a key, if it is there."""
         ...
 
@@ -80,40 +80,40 @@ class ShardedWriter(CheckpointWriter):
         parts: Parts = rest.pop(PARTS)
         if self._rank:
             return self._follow(parts)
-        place = None
+        pending = None
         problem = "rank 0 failed"
         try:
-            place = self._store.begin(step)
-            self._notices.tell(self._key("begin"), place.name)
-            size = self._lead(step, place, rest, parts, seal)
+            pending = self._store.begin(step)
+            self._notices.set(self._key("begin"), pending.name)
+            size = self._lead(step, pending, rest, parts, seal)
             problem = ""
         except CheckpointError as error:
             problem = str(error)
             raise
         finally:
-            self._notices.tell(self._key("end"), problem)
-            if problem and place is not None:
-                self._store.abandon(place)
+            self._notices.set(self._key("end"), problem)
+            if problem and pending is not None:
+                self._store.abandon(pending)
         return size
 
     def _lead(
         self,
         step: int,
-        place: PurePath,
+        pending: PurePath,
         rest: Mapping[Any, Any],
         parts: Parts,
         seal: Callable[[], dict[str, Any]],
     ) -> int:
-        name, entry = self._store.add(place, STATE, lambda sink: save_to(rest, sink))
-        files = {name: entry, **dict([self._write_file(place, parts)])}
+        name, entry = self._store.add(pending, STATE, lambda sink: save_to(rest, sink))
+        files = {name: entry, **dict([self._write_file(pending, parts)])}
         for rank, (problem, *written) in enumerate(self._wait(self._others()), start=1):
             if problem:
                 raise CheckpointError(f"rank {rank}: {problem}")
             files[written[0]] = written[1]
         # Each rank that wrote this time has read how the last attempt ended.
         for key in ("begin", "end", *map(str, range(1, self._ranks))):
-            self._notices.forget(self._key(key, self._number - 1))
-        return self._store.publish(step, place, files, seal)
+            self._notices.delete(self._key(key, self._number - 1))
+        return self._store.publish(step, pending, files, seal)
 
     def _others(self) -> list[str]:
         return [self._key(str(rank)) for rank in range(1, self._ranks)]
@@ -125,20 +125,20 @@ class ShardedWriter(CheckpointWriter):
         size = 0
         if name is not None:
             try:
-                written, entry = self._write_file(self._store.place(name), parts)
+                written, entry = self._write_file(self._store.pending(name), parts)
                 size = int(str(entry["bytes"]))
-                self._notices.tell(self._key(str(self._rank)), ["", written, entry])
+                self._notices.set(self._key(str(self._rank)), ["", written, entry])
             except CheckpointError as error:
-                self._notices.tell(self._key(str(self._rank)), [str(error)])
+                self._notices.set(self._key(str(self._rank)), [str(error)])
         # A rank that ends has done its part, and must not wait for rank 0, which may wait for it.
         if problem := self._wait([end], is_needed=False)[0]:
             raise CheckpointError(problem)
         return size
 
-    def _write_file(self, place: PurePath, parts: Parts) -> tuple[str, dict[str, object]]:
+    def _write_file(self, pending: PurePath, parts: Parts) -> tuple[str, dict[str, object]]:
         index = dict[str, Any]()
         name, entry = self._store.add(
-            place, file_name(self._rank, self._ranks), lambda sink: index.update(write_parts(parts, sink))
+            pending, file_name(self._rank, self._ranks), lambda sink: index.update(write_parts(parts, sink))
         )
         return name, {**entry, **index}
 
@@ -151,10 +151,10 @@ class ShardedWriter(CheckpointWriter):
         Raises CheckpointError `seconds` after `hurry`; at once, unless `is_needed`.
         """
         while True:
-            found = self._notices.told(keys) if keys else []
+            found = self._notices.get_all(keys) if keys else []
             if found is not None:
                 return found
-            if unless is not None and self._notices.told([unless]) is not None:
+            if unless is not None and self._notices.get_all([unless]) is not None:
                 return [None]
             if time.monotonic() > self._until or (self._hurried.is_set() and not is_needed):
                 raise CheckpointError("the other ranks ended before all had written their shards")

@@ -33,7 +33,7 @@ from tandem.errors import CheckpointError, ConfigError, CorruptCheckpointError, 
 #
 # Saves and snapshots copy the tensors into their own memory and then rebuild the same state from the copies.
 
-HERE_WAS_A_TENSOR = ...
+TENSOR_PLACEHOLDER = ...
 """Placeholder for a tensor in a skeleton. marshal can store it, and no plain state contains it."""
 OF_A_LOOP = ("objects", "tensors", "numbers", "per_rank")
 """Parts whose keys are names chosen by a script, which identify a value better than the part's name."""
@@ -49,7 +49,7 @@ def flatten(state: Mapping[str, Any]) -> tuple[dict[Any, Any], list[Tensor]]:
 
     def take(value: Tensor) -> Any:
         tensors.append(value)
-        return HERE_WAS_A_TENSOR
+        return TENSOR_PLACEHOLDER
 
     skeleton = dict[Any, Any]()
     converted = list[Any]()
@@ -74,7 +74,7 @@ def unflatten(skeleton: Mapping[Any, Any], tensors: Iterable[Tensor]) -> dict[An
     following = iter(tensors)
 
     def put(value: Any) -> Any:
-        return next(following) if value is HERE_WAS_A_TENSOR else value
+        return next(following) if value is TENSOR_PLACEHOLDER else value
 
     return {key: _mapped(value, put) for key, value in skeleton.items()}
 
@@ -83,7 +83,7 @@ def homes_by_index(skeleton: Mapping[Any, Any], homes: Mapping[str, Tensor]) -> 
     """Return {index of a model tensor in the skeleton: the tensor in `homes` with the same name}."""
     indices = unflatten(skeleton, count())  # type: ignore[arg-type]  # indices in place of tensors
     model = indices.get("model", {})
-    here = [name for name in model if skeleton["model"][name] is HERE_WAS_A_TENSOR and name in homes]
+    here = [name for name in model if skeleton["model"][name] is TENSOR_PLACEHOLDER and name in homes]
     return {model[name]: homes[name] for name in here}
 
 
@@ -136,7 +136,7 @@ def serialize(state: Mapping[str, Any]) -> bytes:
 
 
 def _apart(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Give each tensor memory for all its elements, or it would be rejected on load; ties are kept."""
+    """Copy expanded tensors, which would be rejected on load, into full-size memory; keep ties."""
     ours = dict[View, Tensor]()
     taken = set[int]()
     for tensor in tensors:

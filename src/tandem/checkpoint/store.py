@@ -88,7 +88,7 @@ class CheckpointStore:
 
         Empty for an object store, where an interrupted or running save also looks like this.
         """
-        if not self._storage.appears_whole:  # a save was killed, or is still running
+        if not self._storage.is_atomic:  # a save was killed, or is still running
             return []
         return [step for step, files in self._list().items() if MANIFEST not in files]
 
@@ -134,26 +134,26 @@ class CheckpointStore:
         with self._writing(step):
             return self._storage.begin(self.path(step), step in (self._ours or ()))
 
-    def place(self, name: str) -> PurePath:
+    def pending(self, name: str) -> PurePath:
         """Return what `begin` has returned on another node, given the last part of its path."""
         return self.directory / name
 
-    def add(self, place: PurePath, name: str, payload: Payload) -> tuple[str, dict[str, object]]:
-        """Write a file to `place`, durably; return (its final name, its manifest entry). Raises as `save`."""
-        with translated(f"cannot write {name} in {place}", ADVICE):
-            return self._storage.add(place, name, payload)
+    def add(self, pending: PurePath, name: str, payload: Payload) -> tuple[str, dict[str, object]]:
+        """Write a file to `pending`, durably; return (final name, manifest entry). Raises as `save`."""
+        with translated(f"cannot write {name} in {pending}", ADVICE):
+            return self._storage.add(pending, name, payload)
 
-    def publish(self, step: int, place: PurePath, files: Entries, info: Info) -> int:
+    def publish(self, step: int, pending: PurePath, files: Entries, info: Info) -> int:
         """Complete a checkpoint with the `files` that were added; see `save`."""
         return self._publish(
             step,
             info,
-            lambda sealed, replace: self._storage.publish(place, self.path(step), files, sealed, replace),
+            lambda sealed, replace: self._storage.publish(pending, self.path(step), files, sealed, replace),
         )
 
-    def abandon(self, place: PurePath) -> None:
-        """Remove what was added to `place`, as far as possible."""
-        self._storage.abandon(place)
+    def abandon(self, pending: PurePath) -> None:
+        """Remove what was added to `pending`, as far as possible."""
+        self._storage.abandon(pending)
 
     @contextmanager
     def _writing(self, step: int) -> Iterator[None]:

@@ -64,7 +64,7 @@ class Buffers:
 
 
 def _key(tensor: Tensor) -> Key:
-    """Return what identifies a tensor's values. Empty tensors have no address (0), so their id is used."""
+    """Return a key for a tensor's values. Empty tensors have no address (0), so their id is the key."""
     return tensor.data_ptr() or id(tensor), tensor.dtype, tensor.shape, tensor.stride()
 
 
@@ -80,7 +80,7 @@ class PendingScores:
         self._scores: Mapping[str, float] = {}
 
     def give(self, scores: Mapping[str, float]) -> None:
-        """Set the scores. Only the first call has an effect."""
+        """Set the scores, once. Later calls have no effect."""
         if not self._given.is_set():
             self._scores = scores
             self._given.set()

@@ -196,7 +196,7 @@ def up(options: argparse.Namespace) -> int:
     follow(job)
     # But not a new one of `compose-scale`, which stops this job and starts another.
     remove_metrics(cluster, forwarder)
-    code, line = job.ending()
+    code, line = job.result()
     say(line)
     return code
 
@@ -377,7 +377,7 @@ def end(project: str) -> None:
         return
     say("stopping: every node saves and ends; Ctrl-C kills them")
     job.stop()
-    say(job.ending()[1])
+    say(job.result()[1])
 
 
 def ps(options: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tandem.cluster.actions import remove_metrics, start
 from tandem.cluster.engine import HERE, Cluster, ClusterError, docker
-from tandem.cluster.faults import FAULTS, POLL_SECONDS, Scene
+from tandem.cluster.faults import FAULTS, POLL_SECONDS, FaultContext
 from tandem.cluster.job import ClusterJob
 from tandem.cluster.network import keep_shape
 from tandem.cluster.preflight import checked_node
@@ -94,9 +94,9 @@ def inject_fault(cluster: Cluster, name: str, index: int) -> ChaosRow:
     fault = FAULTS[name]
     until(cluster, lambda: is_between_checkpoints(cluster), "step after two checkpoints", READY_SECONDS)
     node = cluster.node(0 if fault.on_first else index)
-    scene = Scene(cluster, node, live_step(cluster) or 0, cluster.events()[-1], node.starts)
+    context = FaultContext(cluster, node, live_step(cluster) or 0, cluster.events()[-1], node.starts)
     began = time.monotonic()
-    done = fault.inject(scene)
+    done = fault.inject(context)
     # Read after the fault: for a node that is only paused, training must get past this step.
     lifted_at_step = live_step(cluster) or 0
     happened, shaped = "", dict[str, str]()
@@ -104,18 +104,18 @@ def inject_fault(cluster: Cluster, name: str, index: int) -> ChaosRow:
     def exists() -> bool:
         nonlocal happened
         keep_shape(cluster, shaped)  # also after `make compose-up` has ended, as with the fault `stop`
-        happened = fault.check(scene) or ""
-        floor = scene.resumed()
+        happened = fault.check(context) or ""
+        floor = context.resumed()
         step = live_step(cluster)
         # A new generation begins at an earlier step, so its own progress counts.
         return bool(happened) and step is not None and step > (lifted_at_step if floor is None else floor)
 
     until(cluster, exists, f"documented outcome of {name}", OUTCOME_SECONDS)
     seconds = time.monotonic() - began
-    resumed = scene.resumed()
+    resumed = context.resumed()
     if fault.reopens and resumed is None:
         raise OutcomeError(f"no world was opened after {name}, and one had to be")
-    return ChaosRow(name, done, happened, seconds, 0 if resumed is None else max(0, scene.step - resumed))
+    return ChaosRow(name, done, happened, seconds, 0 if resumed is None else max(0, context.step - resumed))
 
 
 def own_cluster(project: str, image: str, run: str) -> Cluster:
@@ -128,7 +128,7 @@ def finish(cluster: Cluster) -> str:
     job = ClusterJob.of(cluster)
     job.wait()
     remove_metrics(cluster)
-    code, _ = job.ending()
+    code, _ = job.result()
     summary = cluster.summary()
     if code or summary is None:
         raise OutcomeError(f"the run {cluster.variables['RUN']} ended with {code}; expected 0")
@@ -180,7 +180,7 @@ def check_chaos(options: argparse.Namespace) -> None:
 
 
 def chaos(options: argparse.Namespace) -> int:
-    """Inject one fault, or all. Raises ClusterError; OutcomeError (1) when the outcome did not come."""
+    """Inject one fault, or all. Raises ClusterError, and OutcomeError (1) if an outcome does not occur."""
     index = checked_node(options.node or "1")
     if options.fault == "all":
         return table(OWN_PROJECT, options.image or DEFAULT_IMAGE, index)

@@ -144,7 +144,7 @@ def stop_once(number: int, frame: object) -> None:
 
 
 def run_typed(options: argparse.Namespace) -> int:
-    """Run the action of `tandem cluster`. Raises TandemError."""
+    """Run the action of `tandem cluster` that the user typed. Raises TandemError."""
     Wording.is_make = False
     return run(completed(options))
 

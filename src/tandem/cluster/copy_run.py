@@ -24,9 +24,9 @@ MOST_NAMED = 20
 
 
 def check_get(options: argparse.Namespace) -> None:
-    """The run's name, and the folder that is to be new; asks no engine. Raises ClusterError.
+    """Check the run's name, and that the target directory is new or empty. Raises ClusterError.
 
-    No name at all is answered by a list of the runs, which the engine has.
+    This needs no Docker engine. Without a name there is nothing to check: `get` then lists the runs.
     """
     run = options.run
     if not run:
@@ -78,7 +78,7 @@ def _folder_of(options: argparse.Namespace) -> Path:
 
 @contextlib.contextmanager
 def _saying_what_to_type(folder: Path, options: argparse.Namespace) -> Iterator[None]:
-    """A folder that cannot be written is one line. Raises ClusterError."""
+    """Convert an OSError in this block to a ClusterError that says which directory to use instead."""
     try:
         yield
     except OSError as error:

@@ -152,7 +152,7 @@ def check_engine() -> None:
 
 
 def check_compose() -> None:
-    """Compose is new enough. Raises ClusterError."""
+    """Raise ClusterError if Docker Compose is missing or too old."""
     found = docker("compose", "version", "--short", check=False, seconds=20).strip()
     numbers = re.match(r"v?(\d+)\.(\d+)", found)
     if numbers is None or (int(numbers[1]), int(numbers[2])) < OLDEST_COMPOSE:
@@ -287,7 +287,7 @@ class Cluster:
             return None if file is None else (file.read().decode(), float(member.mtime))
 
     def events(self) -> list[dict[str, object]]:
-        """Return the run's events so far; if the file begins with counts, it continues the older file."""
+        """Return the run's events so far, also from the older file if the log was rotated."""
         found = self._events(layout.EVENTS)
         # A rotated file begins with the counts of the older one.
         if not found or found[0]["kind"] == "counted":

@@ -1,8 +1,8 @@
 """The faults: how each is injected into a running cluster, and how its documented outcome is recognized.
 
-`inject` restores what it changed about a node (link, cores, volume) before it returns. A process that it
-killed or stopped is for tandem to recover. `check` then looks at what has happened since, and returns a short
-text once the outcome has occurred, or None before that.
+If `inject` changes a node's link, cores or volume, it restores them before it returns. It does not restart
+processes that it killed or stopped, because tandem must recover them. `check` then looks at the events since,
+and returns a short text once the outcome has occurred, or None before that.
 """
 
 import signal
@@ -89,7 +89,7 @@ print(f"{most >> 20} MiB")
 
 
 @dataclass
-class Scene:
+class FaultContext:
     """A running cluster, the node to break, and the state before the fault."""
 
     cluster: Cluster
@@ -120,46 +120,46 @@ class Scene:
 class Fault:
     """One fault. `inject` returns what was done; `reopens`: a new generation must start."""
 
-    inject: Callable[[Scene], str]
-    check: Callable[[Scene], str | None]
+    inject: Callable[[FaultContext], str]
+    check: Callable[[FaultContext], str | None]
     on_first: bool = False  # always hits node 0, whatever NODE is
     reopens: bool = True
 
 
-def _kill_rank(scene: Scene) -> str:
-    return f"killed {_signal_rank(scene, signal.SIGKILL)} on node {scene.node.index}"
+def _kill_rank(context: FaultContext) -> str:
+    return f"killed {_signal_rank(context, signal.SIGKILL)} on node {context.node.index}"
 
 
-def _hang(scene: Scene) -> str:
+def _hang(context: FaultContext) -> str:
     """Stop a rank and leave it stopped: the agents must find it and end it."""
-    name = _signal_rank(scene, signal.SIGSTOP)
-    scene.note = int(name.removeprefix("rank-"))
-    return f"stopped {name} on node {scene.node.index} in its tracks"
+    name = _signal_rank(context, signal.SIGSTOP)
+    context.note = int(name.removeprefix("rank-"))
+    return f"stopped {name} on node {context.node.index} in its tracks"
 
 
-def _signal_rank(scene: Scene, number: signal.Signals) -> str:
+def _signal_rank(context: FaultContext, number: signal.Signals) -> str:
     """Send the signal to a rank of the node; return its name, such as `rank-1`."""
-    return scene.cluster.inside(scene.node, SIGNAL_RANK, str(int(number))).strip()
+    return context.cluster.inside(context.node, SIGNAL_RANK, str(int(number))).strip()
 
 
-def _kill_node(scene: Scene) -> str:
-    _kill(scene, [scene.node])
-    return f"killed process 1 of node {scene.node.index}"
+def _kill_node(context: FaultContext) -> str:
+    _kill(context, [context.node])
+    return f"killed process 1 of node {context.node.index}"
 
 
-def _kill(scene: Scene, nodes: Sequence[Node]) -> None:
+def _kill(context: FaultContext, nodes: Sequence[Node]) -> None:
     """Kill process 1 from the host's PID namespace; `docker kill` would suspend the restart policy."""
     pids = " ".join(str(node.pid) for node in nodes)
-    scene.cluster.helper("sh", "-c", f"kill -9 {pids}", options=["--pid=host"])
+    context.cluster.helper("sh", "-c", f"kill -9 {pids}", options=["--pid=host"])
 
 
-def _pause(scene: Scene) -> str:
-    freeze(scene.node.identity)
+def _pause(context: FaultContext) -> str:
+    freeze(context.node.identity)
     try:
         time.sleep(PAUSE_SECONDS)
     finally:
-        docker("unpause", scene.node.identity)
-    return f"froze node {scene.node.index} for {PAUSE_SECONDS:.0f} s"
+        docker("unpause", context.node.identity)
+    return f"froze node {context.node.index} for {PAUSE_SECONDS:.0f} s"
 
 
 def freeze(container: str) -> None:
@@ -175,108 +175,108 @@ def freeze(container: str) -> None:
     docker("pause", container)
 
 
-def _partition(scene: Scene) -> str:
-    cut(scene.cluster, scene.node)
+def _partition(context: FaultContext) -> str:
+    cut(context.cluster, context.node)
     try:
         time.sleep(PARTITION_SECONDS)
     finally:
-        repair(scene.cluster, scene.node)
-    return f"cut node {scene.node.index} off for {PARTITION_SECONDS:.0f} s"
+        repair(context.cluster, context.node)
+    return f"cut node {context.node.index} off for {PARTITION_SECONDS:.0f} s"
 
 
-def _slow(scene: Scene) -> str:
-    cpus = docker("inspect", "--format", "{{.HostConfig.NanoCpus}}", scene.node.identity).strip()
+def _slow(context: FaultContext) -> str:
+    cpus = docker("inspect", "--format", "{{.HostConfig.NanoCpus}}", context.node.identity).strip()
     # NanoCpus is 0 without a limit; then all of the engine's cores are the limit afterward.
     before = int(cpus) / 1e9 or float(docker("info", "--format", "{{.NCPU}}").strip())
-    docker("update", "--cpus", str(SLOW_CPUS), scene.node.identity)
+    docker("update", "--cpus", str(SLOW_CPUS), context.node.identity)
     try:
         time.sleep(SLOW_SECONDS)
     finally:
-        docker("update", "--cpus", str(before), scene.node.identity)
-    return f"held node {scene.node.index} to {SLOW_CPUS:g} cores for {SLOW_SECONDS:.0f} s"
+        docker("update", "--cpus", str(before), context.node.identity)
+    return f"held node {context.node.index} to {SLOW_CPUS:g} cores for {SLOW_SECONDS:.0f} s"
 
 
-def _disk_full(scene: Scene) -> str:
+def _disk_full(context: FaultContext) -> str:
     """Mount a full file system over the checkpoints, visible only to node 0, until a save has failed."""
     # The mount covers only the checkpoints, so events can still be written and read.
-    folder = f"{scene.cluster.run_dir}/checkpoints"
+    folder = f"{context.cluster.run_dir}/checkpoints"
     # See docs/architecture.md#design-changes: mount needs SYS_ADMIN, and nsenter needs SYS_PTRACE.
     options = ["--pid=host", "--cap-add", "SYS_ADMIN", "--cap-add", "SYS_PTRACE"]
-    enter = f"nsenter --target {scene.node.pid} --mount --pid -- "
+    enter = f"nsenter --target {context.node.pid} --mount --pid -- "
     full = f"mount -t tmpfs -o size={FULL_BYTES},mode=0777 full {folder}"
-    scene.cluster.helper("sh", "-c", enter + full, options=options)
+    context.cluster.helper("sh", "-c", enter + full, options=options)
     try:
         deadline = time.monotonic() + FILL_SECONDS
-        while not scene.since("checkpoint_failed"):
+        while not context.since("checkpoint_failed"):
             if time.monotonic() > deadline:
                 raise ClusterError(f"no save came within {FILL_SECONDS:.0f} s; lower TANDEM_CHECKPOINT_EVERY")
             time.sleep(POLL_SECONDS)
     finally:
         # Lazy, because a failed save may still have a file open there.
-        scene.cluster.helper("sh", "-c", f"{enter}umount -l {folder}", options=options)
+        context.cluster.helper("sh", "-c", f"{enter}umount -l {folder}", options=options)
     return "filled the checkpoint volume until a save failed"
 
 
-def _corrupt(scene: Scene) -> str:
+def _corrupt(context: FaultContext) -> str:
     """Flip a bit in the newest checkpoint, and kill all nodes, because each has a newer state in memory."""
-    scene.note = int(scene.cluster.inside(scene.node, FLIP_NEWEST, scene.cluster.run_dir))
-    _kill(scene, scene.cluster.nodes())
-    return f"flipped a bit of checkpoint {scene.note} and killed process 1 of all nodes"
+    context.note = int(context.cluster.inside(context.node, FLIP_NEWEST, context.cluster.run_dir))
+    _kill(context, context.cluster.nodes())
+    return f"flipped a bit of checkpoint {context.note} and killed process 1 of all nodes"
 
 
-def _oom(scene: Scene) -> str:
-    output = scene.cluster.inside(scene.node, FILL_MEMORY).strip()
-    return f"filled the memory of node {scene.node.index} ({output}) until its rank was killed"
+def _oom(context: FaultContext) -> str:
+    output = context.cluster.inside(context.node, FILL_MEMORY).strip()
+    return f"filled the memory of node {context.node.index} ({output}) until its rank was killed"
 
 
-def _stop(scene: Scene) -> str:
-    scene.cluster.compose("stop", "node")
-    codes = [node.exit_code for node in scene.cluster.nodes()]
-    scene.note = int(str((scene.cluster.summary() or {}).get("last_checkpoint_step", 0)))
+def _stop(context: FaultContext) -> str:
+    context.cluster.compose("stop", "node")
+    codes = [node.exit_code for node in context.cluster.nodes()]
+    context.note = int(str((context.cluster.summary() or {}).get("last_checkpoint_step", 0)))
     # The stop saves a checkpoint, so steps until then are not lost.
-    scene.step = scene.note
+    context.step = context.note
     # The nodes start before their codes are judged, so that a failed fault leaves a running cluster.
-    scene.cluster.compose("start", "node")
+    context.cluster.compose("start", "node")
     if set(codes) != {143}:
         raise ClusterError(f"the nodes ended with {codes} after a stop; expected 143: make compose-logs")
     return f"stopped all nodes ({', '.join(map(str, codes))}) and started them"
 
 
-def _next_world(scene: Scene) -> str | None:
-    step = scene.resumed()
+def _next_world(context: FaultContext) -> str | None:
+    step = context.resumed()
     return None if step is None else f"the next generation resumed from step {step}"
 
 
-def _was_reported(scene: Scene) -> str | None:
-    named = scene.since("hang")
-    outcome = _next_world(scene)
+def _was_reported(context: FaultContext) -> str | None:
+    named = context.since("hang")
+    outcome = _next_world(context)
     for event in named:
         # More waiting does not turn a wrong report into a right one.
-        if (event["rank"], event["node"]) != (scene.note, scene.node.index):
+        if (event["rank"], event["node"]) != (context.note, context.node.index):
             raise ClusterError(
-                f"rank {event['rank']} on node {event['node']} was reported, but rank {scene.note} on node "
-                f"{scene.node.index} was stopped: make compose-logs"
+                f"rank {event['rank']} on node {event['node']} was reported, but rank {context.note} on node "
+                f"{context.node.index} was stopped: make compose-logs"
             )
     if outcome is None or not named:
         return None
     return f"it was reported after {float(str(named[0]['seconds'])):.1f} s, {outcome}"
 
 
-def _node_came_back(scene: Scene) -> str | None:
-    node = scene.cluster.node(scene.node.index)
-    outcome = _next_world(scene)
-    if outcome is None or node.starts <= scene.starts_before:
+def _node_came_back(context: FaultContext) -> str | None:
+    node = context.cluster.node(context.node.index)
+    outcome = _next_world(context)
+    if outcome is None or node.starts <= context.starts_before:
         return None
     return f"Docker restarted it, {outcome}"
 
 
-def _same_world(scene: Scene) -> str | None:
-    return "the same ranks continued" if scene.continued() else _next_world(scene)
+def _same_world(context: FaultContext) -> str | None:
+    return "the same ranks continued" if context.continued() else _next_world(context)
 
 
-def _saves_again(scene: Scene) -> str | None:
-    failed = scene.since("checkpoint_failed")
-    saved = scene.since("checkpoint")
+def _saves_again(context: FaultContext) -> str | None:
+    failed = context.since("checkpoint_failed")
+    saved = context.since("checkpoint")
     last = int(str(failed[-1]["step"]))
     later = [int(str(event["step"])) for event in saved if int(str(event["step"])) > last]
     if not later:
@@ -284,12 +284,12 @@ def _saves_again(scene: Scene) -> str | None:
     return f"{len(failed)} saves failed, training continued, step {later[0]} was saved"
 
 
-def _fell_back(scene: Scene) -> str | None:
-    step = scene.resumed()
-    outcome = _next_world(scene)
-    if step is None or step >= scene.note:
+def _fell_back(context: FaultContext) -> str | None:
+    step = context.resumed()
+    outcome = _next_world(context)
+    if step is None or step >= context.note:
         return None
-    return f"checkpoint {scene.note} was set aside, {outcome}"
+    return f"checkpoint {context.note} was set aside, {outcome}"
 
 
 FAULTS: Mapping[str, Fault] = {

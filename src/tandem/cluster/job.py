@@ -33,7 +33,7 @@ class ClusterJob:
 
     @property
     def unfinished(self) -> list[Node]:
-        """The nodes that ran or were about to restart when last checked."""
+        """The nodes that were running or restarting at the last check."""
         # A removed node keeps its last status, which may be `running`.
         there = [node for node in self.nodes.values() if node.identity not in self.gone]
         return [node for node in there if node.is_unfinished]
@@ -92,7 +92,7 @@ class ClusterJob:
         began = min((_seconds(node.created) for node in self.nodes.values()), default=float("inf"))
         return summary if written >= began or summary["exit_code"] == code else None
 
-    def ending(self) -> tuple[int, str]:
+    def result(self) -> tuple[int, str]:
         """Return the job's exit code and a one-line summary. The code of an unobserved job is not 0."""
         codes = self.codes()
         code = self._code(codes) if codes else KILLED

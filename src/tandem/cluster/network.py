@@ -64,7 +64,7 @@ def has_netem(cluster: Cluster) -> bool:
 
 
 def check_shape(cluster: Cluster, shape: LinkShape) -> None:
-    """Raise ClusterError if the kernel cannot do what is requested."""
+    """Raise ClusterError if the kernel cannot shape traffic as requested."""
     shape.check()
     if (shape.latency or shape.loss) and not has_netem(cluster):
         asked = f"{'LATENCY' if shape.latency else 'LOSS'}={shape.latency or shape.loss}"
@@ -81,10 +81,10 @@ def shape_of(cluster: Cluster) -> LinkShape:
 
 
 def keep_shape(cluster: Cluster, shaped: dict[str, str]) -> None:
-    """Apply the user's shape to every running node unless `shaped` ({name: start time}) says it has it.
+    """Apply the user's shape to every running node, except those in `shaped` ({name: start time}).
 
-    A restarted node has a new network. With an empty `shaped`, all nodes are shaped again, whatever a fault
-    has changed.
+    A restarted node has a new network, so it is shaped again. With an empty `shaped`, all nodes are shaped
+    again, which undoes the changes of a fault.
     """
     shape = shape_of(cluster)
     for node in cluster.nodes() if shape else []:

@@ -28,7 +28,7 @@ IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")
 
 
 def check_project(text: str) -> None:
-    """A name that Compose takes. Raises ClusterError."""
+    """Raise ClusterError unless Compose accepts `text` as a project name."""
     if not PROJECT.fullmatch(text):
         raise ClusterError(
             f"PROJECT: invalid value {text!r}; expected lowercase letters, digits, dashes and underscores"
@@ -36,19 +36,19 @@ def check_project(text: str) -> None:
 
 
 def check_image(text: str) -> None:
-    """Nothing, or what may be an image's name. Raises ClusterError."""
+    """Raise ClusterError unless `text` is empty or a valid image name."""
     if text and not IMAGE.fullmatch(text):
         raise ClusterError(f"IMAGE: invalid value {text!r}; expected a name such as IMAGE=tandem:cuda")
 
 
 def check_switch(name: str, text: str) -> None:
-    """Nothing, 0 or 1. Raises ClusterError."""
+    """Raise ClusterError unless `text` is empty, 0 or 1."""
     if text not in ("", "0", "1"):
         raise ClusterError(f"{name}: invalid value {text!r}; expected 1, or leave it out")
 
 
 def checked_epochs(text: str) -> int:
-    """A number of epochs. Raises ClusterError."""
+    """Return the number of epochs. Raises ClusterError."""
     if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
         raise ClusterError(f"EPOCHS: invalid value {text!r}; expected an integer >= 1")
     return int(text)

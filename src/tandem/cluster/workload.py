@@ -32,7 +32,7 @@ def work_of(options: argparse.Namespace, given: Mapping[str, str]) -> dict[str, 
 
 
 def check_run(name: str) -> None:
-    """The name of a run's directory in the volume. Raises ClusterError."""
+    """Raise ClusterError unless `text` can be the name of a run's directory in the volume."""
     if not RUN.fullmatch(name):
         raise ClusterError(f"RUN: invalid value {name!r}; expected letters, digits, dots and dashes")
 

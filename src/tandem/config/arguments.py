@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from tandem.config.fields import Setting, convert, placeholder, plain, words_of
-from tandem.config.removed import instead_of, tandem_flag_for
+from tandem.config.removed import removed_name_message, tandem_flag_for
 from tandem.config.settings import SEE, SETTINGS, SLICES, unknown
 from tandem.config.sources import CONFIG_HELP, CONFIG_VALID, PREFIX, TASK_VALID, Given, task_key
 from tandem.errors import ConfigError
@@ -253,13 +253,13 @@ class Parser(argparse.ArgumentParser):
             raise self._mistake(str(error.argument_name), error.message) from None
         if rest and rest[0].startswith("-"):
             flag = rest[0].partition("=")[0]
-            if self._takes_settings and (gone := instead_of("flag", flag)):
+            if self._takes_settings and (gone := removed_name_message("flag", flag)):
                 raise ConfigError(gone)
             # A setting that a strict verb does not read is not a typo, so the nearest match would mislead.
             if self._takes_settings and flag in FLAGS:
                 raise ConfigError(f"{flag} has no effect on `{self.prog}`; remove it. {self._help}")
-            meant = tandem_flag_for(flag) if self._takes_settings else None
-            raise unknown("flag", flag, self._option_string_actions, see=self._see, meant=meant)
+            suggestion = tandem_flag_for(flag) if self._takes_settings else None
+            raise unknown("flag", flag, self._option_string_actions, see=self._see, suggestion=suggestion)
         if rest:
             hint = "; settings are flags such as --epochs 4" if self._takes_settings else ""
             if rest[0].endswith(".py"):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Valid:
+class Constraint:
     """Which values are valid: a phrase for errors, help and docs, and a test of the converted value."""
 
     words: str
@@ -37,7 +37,7 @@ class Valid:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reads:
+class Rewrites:
     """Converts alternative spellings of a value to one form, before validation."""
 
     change: Callable[[Any], Any]
@@ -48,7 +48,7 @@ class Reads:
         return no_info_before_validator_function(self.change, handler(source))
 
 
-class _Place:
+class _PathOrUrl:
     """A path or a remote address."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: "GetCoreSchemaHandler") -> "CoreSchema":
@@ -62,7 +62,7 @@ class _Place:
         return no_info_plain_validator_function(check)
 
 
-class _AsWebhook(Valid):
+class _AsWebhook(Constraint):
     """The address of a webhook, whose text never has the secret part."""
 
     def __init__(self) -> None:
@@ -120,74 +120,78 @@ def _compile_mode(value: Any) -> Any:
 
 
 Auto = Literal["auto"]
-Count = Annotated[int, Valid("an integer >= 1", lambda n: n >= 1)]
-Natural = Annotated[int, Valid("an integer >= 0", lambda n: n >= 0)]
+Count = Annotated[int, Constraint("an integer >= 1", lambda n: n >= 1)]
+Natural = Annotated[int, Constraint("an integer >= 0", lambda n: n >= 0)]
 # numpy accepts only seeds of 32 bits.
-Seed = Annotated[int, Valid("an integer from 0 to 4294967295", lambda n: 0 <= n < 2**32)]
-Port = Annotated[int, Valid("a port from 0 (any free port) to 65535", lambda n: 0 <= n <= 65535)]
-Positive = Annotated[float, Valid("a number > 0", lambda x: x > 0)]
-NonNegative = Annotated[float, Valid("a number >= 0", lambda x: x >= 0)]
-Share = Annotated[float, Valid("a number from 0 to 1", lambda x: 0 <= x <= 1)]
-BelowOne = Annotated[float, Valid("a number >= 0 and < 1", lambda x: 0 <= x < 1)]
-CadenceText = Annotated[str, Valid(CADENCE_VALID, _is_cadence)]
+Seed = Annotated[int, Constraint("an integer from 0 to 4294967295", lambda n: 0 <= n < 2**32)]
+Port = Annotated[int, Constraint("a port from 0 (any free port) to 65535", lambda n: 0 <= n <= 65535)]
+Positive = Annotated[float, Constraint("a number > 0", lambda x: x > 0)]
+NonNegative = Annotated[float, Constraint("a number >= 0", lambda x: x >= 0)]
+Share = Annotated[float, Constraint("a number from 0 to 1", lambda x: 0 <= x <= 1)]
+BelowOne = Annotated[float, Constraint("a number >= 0 and < 1", lambda x: 0 <= x < 1)]
+CadenceText = Annotated[str, Constraint(CADENCE_VALID, _is_cadence)]
 WarmupText = Annotated[
-    str, Valid("steps, epochs or percent such as 0, 200, 1epoch or 5%", lambda s: _is_cadence(s, "seconds"))
+    str,
+    Constraint("steps, epochs or percent such as 0, 200, 1epoch or 5%", lambda s: _is_cadence(s, "seconds")),
 ]
-Place = Annotated[PurePath, _Place()]
-LocalPath = Annotated[Path, Reads(lambda value: from_home(value) if isinstance(value, str) else value)]
+PathOrUrl = Annotated[PurePath, _PathOrUrl()]
+LocalPath = Annotated[Path, Rewrites(lambda value: from_home(value) if isinstance(value, str) else value)]
 MeetingPoint = Annotated[
     str,
-    Reads(lambda value: value.removeprefix("tcp://") if isinstance(value, str) else value),
+    Rewrites(lambda value: value.removeprefix("tcp://") if isinstance(value, str) else value),
     # Port 0 is invalid here: the other nodes could not know which port node 0 got.
-    Valid("HOST:PORT or file:///PATH", lambda text: _is_address(text) or text[:8] == "file:///"),
+    Constraint("HOST:PORT or file:///PATH", lambda text: _is_address(text) or text[:8] == "file:///"),
 ]
 Listening = Annotated[
     str,
-    Reads(lambda value: _listening(str(value))),
-    Valid("HOST:PORT or PORT; port 0 is any free port", lambda text: _is_address(text, lowest=0)),
+    Rewrites(lambda value: _listening(str(value))),
+    Constraint("HOST:PORT or PORT; port 0 is any free port", lambda text: _is_address(text, lowest=0)),
 ]
 WebhookUrl = Annotated[Webhook, _AsWebhook()]
-Certificate = Annotated[str, Valid("CERT or CERT,KEY, PEM files", _matches(r"[^,]+(,[^,]+)?"))]
+Certificate = Annotated[str, Constraint("CERT or CERT,KEY, PEM files", _matches(r"[^,]+(,[^,]+)?"))]
 TrackerNames = Annotated[
     str,
-    Reads(lambda value: ",".join(reversed(value.split(","))) if _ends_in_tensorboard(value) else value),
-    Valid("tensorboard,mlflow or tensorboard,wandb", _matches("tensorboard,(mlflow|wandb)")),
+    Rewrites(lambda value: ",".join(reversed(value.split(","))) if _ends_in_tensorboard(value) else value),
+    Constraint("tensorboard,mlflow or tensorboard,wandb", _matches("tensorboard,(mlflow|wandb)")),
 ]
 NodeRange = Annotated[
-    str, Valid("MIN:MAX nodes, such as 1:4", lambda s: _is_pair(s, lambda low, high: 1 <= low <= high))
+    str, Constraint("MIN:MAX nodes, such as 1:4", lambda s: _is_pair(s, lambda low, high: 1 <= low <= high))
 ]
 StepWindow = Annotated[
-    str, Valid("START:STEPS, such as 10:5", lambda s: _is_pair(s, lambda _start, steps: steps >= 1))
+    str, Constraint("START:STEPS, such as 10:5", lambda s: _is_pair(s, lambda _start, steps: steps >= 1))
 ]
 BestText = Annotated[
-    str, Valid("METRIC, METRIC:min or METRIC:max, such as accuracy", _matches(r"[^\s:]+(:(min|max))?"))
+    str, Constraint("METRIC, METRIC:min or METRIC:max, such as accuracy", _matches(r"[^\s:]+(:(min|max))?"))
 ]
 SharesText = Annotated[
     str,
-    Valid(
+    Constraint(
         "two or more numbers > 0, one per rank, such as 3:1",
         _matches(r"(?=[^:]*[1-9])[0-9]{1,9}(\.[0-9]{1,9})?(:(?=[^:]*[1-9])[0-9]{1,9}(\.[0-9]{1,9})?)+"),
     ),
 ]
 CompileMode = Annotated[
     Literal["default", "reduce-overhead", "max-autotune"] | None,
-    Reads(_compile_mode),
-    Valid("default, reduce-overhead, max-autotune, or none"),
+    Rewrites(_compile_mode),
+    Constraint("default, reduce-overhead, max-autotune, or none"),
 ]
 LrScalingText = Annotated[
     str,
-    Valid("linear:BATCH or sqrt:BATCH, such as linear:240", _matches(r"(linear|sqrt):[1-9][0-9]{0,8}")),
+    Constraint("linear:BATCH or sqrt:BATCH, such as linear:240", _matches(r"(linear|sqrt):[1-9][0-9]{0,8}")),
 ]
 DpShare = Annotated[
-    str, Valid("dp:SHARE with a share > 0 and <= 1, such as dp:0.5", _matches(r"dp:(0\.[0-9]*[1-9][0-9]*|1)"))
+    str,
+    Constraint(
+        "dp:SHARE with a share > 0 and <= 1, such as dp:0.5", _matches(r"dp:(0\.[0-9]*[1-9][0-9]*|1)")
+    ),
 ]
 PowerSgd = Annotated[
     Literal["powersgd"] | str,
     # Rank 4 is the default. One spelling, because a resume compares this setting as text.
-    Reads(lambda value: "powersgd" if value == "powersgd:4" else value),
-    Valid("powersgd or powersgd:RANK", _matches(r"powersgd(:[1-9][0-9]{0,8})?")),
+    Rewrites(lambda value: "powersgd" if value == "powersgd:4" else value),
+    Constraint("powersgd or powersgd:RANK", _matches(r"powersgd(:[1-9][0-9]{0,8})?")),
 ]
-ResumeText = Annotated[str, Valid("auto, never, required or PATH[@STEP]", _is_resume)]
+ResumeText = Annotated[str, Constraint("auto, never, required or PATH[@STEP]", _is_resume)]
 
 
 PLACEHOLDERS = {
@@ -307,7 +311,9 @@ def words_of(annotation: Any) -> str:
     """Return a phrase that describes the valid values of a type."""
     arguments = get_args(annotation)
     if get_origin(annotation) is Annotated:
-        return next((item.words for item in arguments if isinstance(item, Valid)), words_of(arguments[0]))
+        return next(
+            (item.words for item in arguments if isinstance(item, Constraint)), words_of(arguments[0])
+        )
     if get_origin(annotation) is Literal:
         return ("one of " if len(arguments) > 1 else "") + ", ".join(arguments)
     if get_origin(annotation) in (Union, UnionType):

@@ -68,9 +68,9 @@ def without_sections(table: Mapping[str, Any], file: str) -> dict[str, Any]:
 
 
 def _yaml(text: str) -> Any:
-    """Read the nodes instead of the values.
+    """Parse YAML into its nodes, not its values, so that scalars stay text.
 
-    With YAML 1.1, the value of `progress: on` would be true, and repeated keys would be accepted.
+    As a value of YAML 1.1, `progress: on` would be true. Repeated keys would also be accepted.
     """
     import yaml
 

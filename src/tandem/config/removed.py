@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 Kind = Literal["flag", "variable", "key", "setting"]
 
 
-class Instead(NamedTuple):
+class Replacement(NamedTuple):
     """What to use instead of a removed setting.
 
     `note`: has no period at the end. `name` and `value`: the setting to use, if there is one.
@@ -28,32 +28,34 @@ class Instead(NamedTuple):
         return f"use {forms.get(kind, flag)}" + (f"; {self.note}" if self.note else "")
 
 
-REMOVED: Mapping[str, Instead] = {
-    "run_mode": Instead("a new run directory gets mode 700; to open it, type `chmod 750 RUN_DIR`"),
-    "run_name": Instead("the name of a run is its directory's name", "run_dir", "runs/NAME"),
-    "dist_bn": Instead("for statistics of the global batch", "sync_batchnorm"),
-    "static_graph": Instead("for parameters without a gradient", "find_unused"),
-    "clip_value": Instead("it limits the norm of all gradients", "clip_norm", "X"),
-    "warmup_mode": Instead("the warm-up is linear; for another one, write build_scheduler in the task"),
-    "warmup_factor": Instead("the warm-up is linear; for another one, write build_scheduler in the task"),
-    "lr_base_batch_size": Instead("", "lr_scaling", "linear:240"),
-    "dp_first_share": Instead("", "strategy", "dp:0.5"),
-    "compile_mode": Instead("", "compile", "MODE"),
-    "powersgd_rank": Instead("", "gradient_compression", "powersgd:RANK"),
-    "init_method": Instead("or file:///PATH; MASTER_ADDR needs no setting", "master", "HOST:PORT"),
-    "connect_timeout": Instead("it also limits the wait for nodes", "master_timeout", "SECONDS"),
-    "first_step_timeout": Instead("", "phase_timeout", "SECONDS"),
-    "max_starts": Instead("", "max_crash_loops", "N"),
-    "cold": Instead("", "fresh_interpreter"),
-    "standby_gpu": Instead("", "warm_gpu"),
-    "init_min": Instead("it requires all parameters", "init_strict"),
-    "tensorboard": Instead("with another tracker: tensorboard,mlflow", "tracker", "tensorboard"),
-    "metrics_host": Instead("", "metrics", "HOST:PORT"),
-    "metrics_port": Instead("", "metrics", "HOST:PORT"),
-    "metrics_cert": Instead("", "metrics_tls", "CERT,KEY"),
-    "metrics_key": Instead("", "metrics_tls", "CERT,KEY"),
-    "elastic_settle": Instead("remove it; an elastic job waits 10 s for more nodes than MIN"),
-    "checkpoint_failures_allowed": Instead("remove it; a run fails after more than 3 failed saves in a row"),
+REMOVED: Mapping[str, Replacement] = {
+    "run_mode": Replacement("a new run directory gets mode 700; to open it, type `chmod 750 RUN_DIR`"),
+    "run_name": Replacement("the name of a run is its directory's name", "run_dir", "runs/NAME"),
+    "dist_bn": Replacement("for statistics of the global batch", "sync_batchnorm"),
+    "static_graph": Replacement("for parameters without a gradient", "find_unused"),
+    "clip_value": Replacement("it limits the norm of all gradients", "clip_norm", "X"),
+    "warmup_mode": Replacement("the warm-up is linear; for another one, write build_scheduler in the task"),
+    "warmup_factor": Replacement("the warm-up is linear; for another one, write build_scheduler in the task"),
+    "lr_base_batch_size": Replacement("", "lr_scaling", "linear:240"),
+    "dp_first_share": Replacement("", "strategy", "dp:0.5"),
+    "compile_mode": Replacement("", "compile", "MODE"),
+    "powersgd_rank": Replacement("", "gradient_compression", "powersgd:RANK"),
+    "init_method": Replacement("or file:///PATH; MASTER_ADDR needs no setting", "master", "HOST:PORT"),
+    "connect_timeout": Replacement("it also limits the wait for nodes", "master_timeout", "SECONDS"),
+    "first_step_timeout": Replacement("", "phase_timeout", "SECONDS"),
+    "max_starts": Replacement("", "max_crash_loops", "N"),
+    "cold": Replacement("", "fresh_interpreter"),
+    "standby_gpu": Replacement("", "warm_gpu"),
+    "init_min": Replacement("it requires all parameters", "init_strict"),
+    "tensorboard": Replacement("with another tracker: tensorboard,mlflow", "tracker", "tensorboard"),
+    "metrics_host": Replacement("", "metrics", "HOST:PORT"),
+    "metrics_port": Replacement("", "metrics", "HOST:PORT"),
+    "metrics_cert": Replacement("", "metrics_tls", "CERT,KEY"),
+    "metrics_key": Replacement("", "metrics_tls", "CERT,KEY"),
+    "elastic_settle": Replacement("remove it; an elastic job waits 10 s for more nodes than MIN"),
+    "checkpoint_failures_allowed": Replacement(
+        "remove it; a run fails after more than 3 failed saves in a row"
+    ),
 }
 """Keyed by the former name of the setting. Each row stays for one release."""
 RENAMED = {
@@ -62,11 +64,11 @@ RENAMED = {
     "cold": "fresh_interpreter",
     "standby_gpu": "warm_gpu",
 }
-REMOVED_VALUES: Mapping[tuple[str, str], Instead] = {
-    ("lr_scaling", "auto"): Instead("sqrt:BATCH for adam and adamw", "lr_scaling", "linear:BATCH"),
-    ("on_nonfinite", "raise"): Instead("it names the tensor", "on_nonfinite", "stop"),
-    ("log_format", "auto"): Instead("", "log_format", "text"),
-    ("batch_shares", "auto"): Instead("one number per rank", "batch_shares", "3:1"),
+REMOVED_VALUES: Mapping[tuple[str, str], Replacement] = {
+    ("lr_scaling", "auto"): Replacement("sqrt:BATCH for adam and adamw", "lr_scaling", "linear:BATCH"),
+    ("on_nonfinite", "raise"): Replacement("it names the tensor", "on_nonfinite", "stop"),
+    ("log_format", "auto"): Replacement("", "log_format", "text"),
+    ("batch_shares", "auto"): Replacement("one number per rank", "batch_shares", "3:1"),
 }
 """Keyed by the name of the setting and its former value."""
 CHANGED_VALUES: Mapping[tuple[str, str], object] = {
@@ -76,7 +78,7 @@ CHANGED_VALUES: Mapping[tuple[str, str], object] = {
 """How to read a removed value in an old file. A value without an entry becomes None."""
 
 
-def instead_of(kind: Kind, name: str, label: str | None = None) -> str | None:
+def removed_name_message(kind: Kind, name: str, label: str | None = None) -> str | None:
     """Return the error for a removed name, as it was typed; None if it was never a setting."""
     key = name.lower().removeprefix("tandem_").lstrip("-").replace("-", "_")
     # Switches had a second flag, --no-X, which was removed with them.
@@ -84,7 +86,7 @@ def instead_of(kind: Kind, name: str, label: str | None = None) -> str | None:
     return row and f"{label or name}: this setting was removed; {row.words(kind)}"
 
 
-def instead_of_value(label: str, name: str, text: str) -> str | None:
+def removed_value_message(label: str, name: str, text: str) -> str | None:
     """Return the error for a removed value; None for any other value."""
     row = REMOVED_VALUES.get((name, text))
     kind: Kind = "flag" if label.startswith("-") else "variable" if label.startswith("TANDEM_") else "key"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 from tandem.config import slices
 from tandem.config.address import HIDDEN, hide, is_secret
 from tandem.config.fields import Setting, convert, settings_of, words_of
-from tandem.config.removed import instead_of, translated
+from tandem.config.removed import removed_name_message, translated
 from tandem.errors import ConfigError
 from tandem.text import did_you_mean, nearest
 
@@ -52,7 +52,7 @@ class Settings:
             values = {name: value for name, value in translated(values).items() if name in SETTINGS}
         for name in values:
             if name not in SETTINGS:
-                if gone := instead_of("setting", name):
+                if gone := removed_name_message("setting", name):
                     raise ConfigError(gone)
                 raise unknown("setting", name, SETTINGS)
         typed = {name: checked(SETTINGS[name].annotation, name, value) for name, value in values.items()}
@@ -122,14 +122,14 @@ def unknown(
     known: Iterable[str],
     label: str | None = None,
     see: str = SEE,
-    meant: str | None = None,
+    suggestion: str | None = None,
 ) -> ConfigError:
     """Return the error for an unknown name, with the nearest known one.
 
-    Names are compared without their common prefixes, which would make all of them similar. `meant`: the known
-    equivalent, if there is one.
+    Names are compared without their common prefixes, which would make all of them similar. `suggestion`: the
+    known equivalent, if there is one.
     """
     plain = {other.lower().removeprefix("tandem_").lstrip("-"): other for other in known}
     near = nearest(name.lower().removeprefix("tandem_").lstrip("-"), plain)
-    meant = meant or (plain[near] if near else None)
-    return ConfigError(f"unknown {kind} {label or name}{did_you_mean(meant, '.')} {see}")
+    suggestion = suggestion or (plain[near] if near else None)
+    return ConfigError(f"unknown {kind} {label or name}{did_you_mean(suggestion, '.')} {see}")

@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection
 
 from tandem.config.fields import Setting, plain
-from tandem.config.removed import instead_of
+from tandem.config.removed import removed_name_message
 from tandem.config.settings import SETTINGS, SLICES, Settings
 from tandem.config.sources import CONFIG_HELP, CONFIG_VALID, FIELDS, PREFIX, Loaded
 from tandem.errors import ConfigError
@@ -119,7 +119,7 @@ def help_on(topic: str, verbs: list[str]) -> str:
         return f"{SLICES[topic].__doc__}\n\n" + "\n".join(map(_about, group))
     if name in SETTINGS:
         return _about(SETTINGS[name])
-    if gone := instead_of("flag", "--" + name.replace("_", "-")):
+    if gone := removed_name_message("flag", "--" + name.replace("_", "-")):
         raise ConfigError(gone)
     raise _unknown_topic(topic, verbs)
 

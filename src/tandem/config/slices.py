@@ -24,7 +24,7 @@ from tandem.config.fields import (
     Natural,
     NodeRange,
     NonNegative,
-    Place,
+    PathOrUrl,
     Positive,
     PowerSgd,
     ResumeText,
@@ -50,7 +50,7 @@ class RunConfig:
         "digits", "task to train: a built-in name, FILE.py:Class or package.module:Class", fixed=True
     )
     task_fields: dict[str, str] = setting({}, "settings of the task: --task.NAME VALUE", fixed=True)
-    run_dir: Place | None = setting(
+    run_dir: PathOrUrl | None = setting(
         None, "run directory, or s3://BUCKET/PREFIX; none: runs/TASK-TIME", per_node=True
     )
     epochs: Count = setting(4, "passes over the training set")
@@ -234,7 +234,7 @@ class CheckpointConfig:
     on_data_change: Literal["refuse", "continue"] = setting(
         "refuse", "when resuming with another training set: stop with exit code 2, or continue with a warning"
     )
-    init_from: Place | None = setting(
+    init_from: PathOrUrl | None = setting(
         None, "initial weights: a file, a run, or a torchvision name; parameters that match are loaded"
     )
     init_strict: bool = setting(False, "require a weight in --init-from for each parameter of the model")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from tandem.config.fields import plain
 from tandem.config.files import is_of_a_run, table_in, without_sections
-from tandem.config.removed import instead_of, instead_of_value, translated
+from tandem.config.removed import removed_name_message, removed_value_message, translated
 from tandem.config.settings import SETTINGS, SLICES, Settings, bad_value, checked, unknown
 from tandem.errors import ConfigError
 
@@ -106,7 +106,7 @@ def _typed(key: str, given: Given) -> object:
     if not given.text.strip():
         bad_value(given.name, given.text, SETTINGS[key].valid)
     # Before the conversion, whose error would not say what replaced the value.
-    if gone := instead_of_value(given.name, key, given.text):
+    if gone := removed_value_message(given.name, key, given.text):
         raise ConfigError(gone)
     return checked(SETTINGS[key].annotation, given.name, given.text)
 
@@ -149,7 +149,7 @@ def _from_variables(
         source, label = describe(name)
         key = "config" if name == PREFIX + "CONFIG" else VARIABLES.get(name) or task_key(name, TASK_PREFIX)
         if key is None and name not in OTHER_VARIABLES:
-            if gone := instead_of("variable", name, label):
+            if gone := removed_name_message("variable", name, label):
                 # An old Compose file still passes the removed variable empty, which is harmless.
                 if not variables[name]:
                     continue
@@ -182,7 +182,7 @@ def _from_file(config: Given, other_names: Collection[str]) -> tuple[dict[str, G
         table, notes = _of_a_run(translated(table), config.text, other_names)
     for key in table:
         if key not in FIELDS:
-            if gone := instead_of("key", key, f"{key} in {config.text}"):
+            if gone := removed_name_message("key", key, f"{key} in {config.text}"):
                 raise ConfigError(gone)
             raise unknown("key", key, [*FIELDS, *SLICES, "task_fields"], f"{key} in {config.text}")
     given: dict[str, Given] = {}

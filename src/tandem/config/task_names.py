@@ -82,11 +82,11 @@ def _modules(location: str) -> Iterator[Path]:
         path = list(spec.submodule_search_locations or [])
 
 
-def whose_code_runs(name: str, who: str, run_dir: PurePath | None) -> str:
-    """Return a message about whose code will run if no one typed the task's name; "" for a built-in task.
+def describe_task_code(name: str, who: str, run_dir: PurePath | None) -> str:
+    """Return a message that says which files will run, if the user did not type the task's name.
 
-    `who` says what names the task. Raises ConfigError if the code is in `run_dir`, which may come from
-    someone else: an archive of a run must not be able to run code.
+    It is "" for a built-in task. `who`: what names the task, such as a checkpoint. Raises ConfigError if the
+    code is in `run_dir`, which may come from someone else: an archive of a run must not be able to run code.
     """
     files = code_of(name)
     if not files:
@@ -109,11 +109,11 @@ def _is_in(file: Path, folder: Path) -> bool:
 
 
 def untyped_task_note(loaded: Loaded) -> str:
-    """Return `whose_code_runs` for a launch whose task a file names; "" if a flag or variable does."""
+    """Return `describe_task_code` for a launch whose task a file names; "" if a flag or variable does."""
     source = loaded.sources["task"]
     if source.startswith(("flag", "environment", "argument")) or source == "default":
         return ""
     file = Path(source.removeprefix("config "))
-    return whose_code_runs(
+    return describe_task_code(
         loaded.settings.run.task, str(file), file.parent if file.suffix == ".json" else None
     )

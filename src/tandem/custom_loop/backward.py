@@ -153,7 +153,7 @@ class Backward:
         self.watch_optimizers()
 
     def watch(self, model: nn.Module) -> None:
-        """Let one more wrapped model take part."""
+        """Include the gradients of one more wrapped model."""
         self.models.append(model)
         self._plain.watch(model)
 
@@ -321,7 +321,7 @@ class Backward:
         return f"the gradient of {next(broken, 'a parameter')}"
 
     def end_step(self) -> Consensus | None:
-        """Return what the ranks agreed on in the step (on GPUs: in the previous one)."""
+        """Return the consensus of the step; on GPUs, of the previous step."""
         had_backward = self._exchanged is not None
         if self._exchanged is None:  # no backward pass: the script has skipped this batch
             means = self._group.mean(self._packed())
@@ -332,7 +332,7 @@ class Backward:
         return self._record_agreement(self._reader.read(self._step, self._exchanged))
 
     def drain(self) -> Consensus | None:
-        """Return what the ranks agreed on in the last step on a GPU."""
+        """Return the consensus of the last step, which on a GPU was not read yet."""
         return self._record_agreement(self._reader.drain())
 
     def read(self) -> Readings:

@@ -32,7 +32,7 @@ class MicroBatches:
 
     @property
     def weight(self) -> float:
-        """The weight of the next loss, so that the mean over ranks is the mean over all samples."""
+        """The weight of the next loss, with which the mean over ranks is the mean over all samples."""
         return self.share * self._part_of_batch
 
     def of(self, batch: Any, count: int, step: int) -> Iterator[Any]:

@@ -221,7 +221,7 @@ class KeptState:
         )
 
     def rank_0_indices(self, state: Mapping[str, Any]) -> frozenset[int]:
-        """Return the indices, in the flattened state, of tensors of which only rank 0's counts.
+        """Return the indices, in the flattened state, of tensors whose values are taken from rank 0 alone.
 
         These are buffers and untrained parameters.
         """
@@ -229,7 +229,7 @@ class KeptState:
 
     @cached_property
     def _ranks_share(self) -> frozenset[str]:
-        """Names in "model" of the parameters that ranks train together."""
+        """Return the names in "model" of the parameters that all ranks train."""
         replicated = {id(unwrapped(each)) for each in self._wrapped}
         modules = self.modules
         prefixes = {name: "" if len(modules) == 1 else f"{name}." for name in modules}

@@ -187,7 +187,7 @@ class TensorImages(Dataset[tuple[Tensor, Tensor]]):
     def _normalized(self, images: Tensor) -> Tensor:
         # Without a memory format, the result would keep the strides of the permuted view.
         channels_first = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
-        # `resident` moves only images and labels to the GPU.
+        # `cached_on_device` moves only images and labels to the GPU.
         if self._scale.device != images.device:
             self._scale, self._shift = self._scale.to(images.device), self._shift.to(images.device)
         return channels_first.mul_(self._scale).add_(self._shift)

@@ -64,9 +64,9 @@ class StepContext:
 
 
 class WithStepContext:
-    """A method that receives `step` and `epoch`, as far as it has these parameters.
+    """A method that is called with the current `step` and `epoch`, if it has these parameters.
 
-    They are those of `moment`, unless `at` gives others.
+    The values are those of `moment`; `at` calls the method with other ones.
     """
 
     def __init__(self, method: Callable[..., Any], names: tuple[str, ...], moment: StepContext) -> None:
@@ -85,7 +85,7 @@ class WithStepContext:
         return self.method(*given, **{name: values[name] for name in self._names})
 
 
-def asking(method: Any, given: int, moment: StepContext) -> Any:
+def with_step_context(method: Any, given: int, moment: StepContext) -> Any:
     """Wrap `method` in `WithStepContext` if it has more than `given` parameters, among them one of NAMES."""
     try:
         parameters = list(inspect.signature(method).parameters.values())

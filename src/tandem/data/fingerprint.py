@@ -29,8 +29,8 @@ CLOSE = 1e-3
 def data_facts(dataset: Any, order: GlobalOrder) -> dict[str, Any]:
     """Return {"samples": count, "order": algorithm, "probe": [descriptions of a few samples]}.
 
-    An order by more than the count, such as the sizes of blocks, adds "order_of": its fingerprint.
-    What is unknown is left out. Empty for a dataset with of_rank(), which compares its parts itself.
+    If the order depends on more than the count, such as the sizes of blocks, "order_of" is its fingerprint.
+    Unknown facts are omitted. Empty for a dataset with of_rank(), which compares its parts itself.
     """
     if hasattr(dataset, "of_rank") or not hasattr(dataset, "__len__"):
         return {}

@@ -36,7 +36,7 @@ MOST_BYTES = 256 * 2**20
 _copies: "WeakKeyDictionary[Any, dict[torch.device, Any]]" = WeakKeyDictionary()
 
 
-def resident(dataset: Any, device: torch.device) -> Any:
+def cached_on_device(dataset: Any, device: torch.device) -> Any:
     """Return `dataset` with its tensors on `device`, moved once; unchanged on a CPU or if unsuitable.
 
     Suitable datasets select rows of tensors and compute at most a normalization (TensorDataset, TensorRows,
@@ -50,8 +50,8 @@ def resident(dataset: Any, device: torch.device) -> Any:
     return made[device]
 
 
-def picked(dataset: Any, indices: Tensor) -> Any:
-    """Return a batch of a dataset that `resident` has moved, for indices [B] on its device."""
+def select_batch(dataset: Any, indices: Tensor) -> Any:
+    """Return a batch of a dataset that `cached_on_device` has moved, for indices [B] on its device."""
     if isinstance(dataset, TensorDataset):
         return [tensor.index_select(0, indices) for tensor in dataset.tensors]
     return dataset.__getitems__(indices)
@@ -175,9 +175,9 @@ def _made(
 
 
 def _fetch_there(dataset: Any, collate: Collate | None, device: torch.device) -> Fetch | None:
-    """Return a function that fetches a batch on the GPU from a small set (see `resident`), or None."""
-    there = resident(dataset, device) if collate is None else dataset
-    return None if there is dataset else lambda indices, *_: picked(there, moved(indices, device))
+    """Return a function that fetches a batch on the GPU from a small set (`cached_on_device`), or None."""
+    there = cached_on_device(dataset, device) if collate is None else dataset
+    return None if there is dataset else lambda indices, *_: select_batch(there, moved(indices, device))
 
 
 def loader_processes(wanted: Literal["auto"] | int, cores: int) -> int:

@@ -153,7 +153,7 @@ class GlobalOrder:
         return self.indices(step, slice(None))
 
     def indices(self, step: int, positions: slice) -> tuple[int, Tensor]:
-        """Return the epoch and only those indices that are at `positions` of the global batch."""
+        """Return the epoch, and the dataset indices at `positions` of the step's global batch."""
         epoch, position = divmod(step, self.steps_per_epoch)
         if self.algorithm == TORCH:
             start = position * self.batch_size

@@ -21,7 +21,7 @@ GRADIENTS_NOT_FINITE = -1
 
 
 def proposal_slots(stop: bool, decisions: int) -> Tensor:
-    """Return a rank's slots before its loss is known: a stop request, and rank 0's decisions as bits."""
+    """Return a rank's slots without its loss: a stop request, and rank 0's decisions as bits."""
     return torch.tensor([float(stop), 0.0, 0.0, float(decisions)])
 
 

@@ -3,7 +3,7 @@
 While a model is built, its tensors are torch's fake tensors: they have shapes, and no memory. Each operation
 on them is noted, and draws no random number. `DeferredValues.computed` repeats the operations on real memory,
 in the same order: it draws the same numbers, so the values have the same bits. A tensor's memory is freed
-once no later operation needs it. See docs/architecture.md#a-model-that-no-rank-has-whole.
+once no later operation needs it. See docs/architecture.md#building-a-model-that-fits-no-rank.
 """
 
 import gc
@@ -105,10 +105,10 @@ def _mapped(value: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
 
 
 class _Generators:
-    """Notices if a generator is seeded, or set back, while the model is built: the order of draws is lost.
+    """Detects that a generator was seeded or reset while the model was built, which loses the order of draws.
 
-    Each random operation draws one number here, so a state that is set back to an earlier one is not the
-    expected one.
+    Each random operation draws one number here, so after a reset, the generator's state is not the expected
+    one.
     """
 
     def __init__(self) -> None:
@@ -304,7 +304,7 @@ def _by_name(arguments: Sequence[Any], options: Mapping[str, Any]) -> list[tuple
 
 
 def _repeat(operation: _Operation, real: dict[int, Tensor], memories: Sequence[_Memory]) -> None:
-    """Run an operation on real memory. `real`: memory by index, as bytes; what is missing is allocated."""
+    """Run an operation on real memory. `real`: memory by index, as bytes; missing entries are allocated."""
 
     def value(noted: _View | _Value) -> Tensor:
         if isinstance(noted, _Value):
@@ -342,7 +342,7 @@ def _memory_of(got: Tensor, view: _View, about: _Memory) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=got.device).set_(storage)
 
 
-class Place(NamedTuple):
+class ModuleTensor(NamedTuple):
     """An attribute of a module that holds a tensor without values."""
 
     module: nn.Module
@@ -366,18 +366,18 @@ class DeferredValues:
         final = dict.fromkeys(view.memory for _, view in views.values())
         self._order = sorted(final, key=lambda index: (self._memories[index].uses or [-1])[-1])
 
-    def places(self, model: nn.Module) -> list[Place]:
+    def module_tensors(self, model: nn.Module) -> list[ModuleTensor]:
         """Return where the model holds the tensors, which may be in several places."""
         found = []
         for prefix, module in model.named_modules():
             for name, tensor in _held(module):
                 if id(tensor) in self._views:
-                    found.append(Place(module, name, f"{prefix}.{name}".strip("."), tensor))
+                    found.append(ModuleTensor(module, name, f"{prefix}.{name}".strip("."), tensor))
         return found
 
     def digest(self, model: nn.Module) -> str:
         """Return a digest of names, shapes and the order of computation."""
-        forms = [(place.path, self._views[id(place.tensor)][1]) for place in self.places(model)]
+        forms = [(each.path, self._views[id(each.tensor)][1]) for each in self.module_tensors(model)]
         return hashlib.sha256(repr((forms, self._order)).encode()).hexdigest()
 
     def computed(self, computes: bool) -> Iterator[tuple[int, Tensor | None]]:

@@ -25,8 +25,8 @@ log = logging.getLogger("tandem.run")
 def bind_to_node(devices: Iterable[torch.device], root: Path = Path("/")) -> None:
     """Let all threads of this process run only on the CPUs of its GPUs' NUMA nodes.
 
-    The CPUs are from the kernel's list (`/sys/bus/pci/devices/ADDRESS/local_cpulist`), limited to those that
-    the process may use now. Without a GPU or a list, a warning says that nothing was done.
+    The kernel lists these CPUs (`/sys/bus/pci/devices/ADDRESS/local_cpulist`); those that the process may not
+    use now are omitted. Without a GPU or a list, this only logs a warning.
     """
     before = os.sched_getaffinity(0)
     nearby = [_cpus_near(device, root) for device in devices if device.type == "cuda"]
@@ -76,7 +76,7 @@ UNLIMITED = 1 << 20
 def choose_devices(
     wanted: str, local_rank: int, each: int = 1, had_gpu: bool = False
 ) -> tuple[torch.device, ...]:
-    """`auto`, `cpu` or `cuda` -> this rank's `each` devices; raises ConfigError if they cannot be used.
+    """Return this rank's `each` devices for `auto`, `cpu` or `cuda`. Raises ConfigError if they are unusable.
 
     Local rank 0 gets the first `each` GPUs, local rank 1 the next ones. A CPU is returned `each` times.
     `had_gpu`: ranks of this node have trained on GPUs before. A missing GPU has then failed, which raises
@@ -124,9 +124,9 @@ def why_no_gpu(driver: Path) -> str:
 def why_refused(devices: Sequence[torch.device]) -> str:
     """Return why CUDA cannot compute on GPUs that the driver lists, with a remedy; "" if it can.
 
-    The driver may be too old for this torch, or this torch may have no code for the GPU. Otherwise the first
-    kernel would find both, too late to distinguish them from a hardware failure. Raises errors that a new
-    process may fix.
+    The driver may be too old for this torch, or this torch may have no code for the GPU. Without this check,
+    the first kernel would fail, which looks like a hardware failure. Raises errors that a new process may not
+    have.
     """
     if reason := _why_not_begun():
         if reason.startswith(NO_GPU) and not DRIVER_FILE.exists():

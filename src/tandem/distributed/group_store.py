@@ -1,7 +1,7 @@
-"""How ranks meet before their group is open: the store, and what must be equal on all ranks by then.
+"""Connect ranks before their process group is open: the store, and the settings it needs to be equal.
 
-Once the group is open, it compares the settings (`ProcessGroup.check_same_settings`). But a rank that opens
-NCCL and one that opens gloo would wait for each other until a time limit ends it.
+Once the group is open, it compares all settings (`ProcessGroup.check_same_settings`). The backend must be
+compared earlier: a rank that opens NCCL and one that opens gloo would wait for each other until a timeout.
 """
 
 import contextlib
@@ -58,14 +58,14 @@ def connect_store(
     timeout: timedelta,
     patience: float,
     should_stop: Callable[[], bool] = lambda: False,
-    word_every: float = WAITING_WORD_SECONDS,
+    log_every: float = WAITING_WORD_SECONDS,
 ) -> TCPStore:
     """Connect to the store of another process; `timeout` applies to the calls of the store.
 
     If another program has the port, accepts connections and sends nothing, torch's constructor waits without
     a limit. It therefore runs in a thread, which is then abandoned. Raises PeerLostError after `patience`
     seconds or if `should_stop()` returns True, and the constructor's own errors. The wait is logged every
-    `word_every` seconds.
+    `log_every` seconds.
     """
     made: SimpleQueue[TCPStore | BaseException] = SimpleQueue()
 
@@ -78,7 +78,7 @@ def connect_store(
 
     threading.Thread(target=connect, name="tandem-store", daemon=True).start()
     began = time.monotonic()
-    speaks_at = began + word_every
+    speaks_at = began + log_every
     while True:
         with contextlib.suppress(Empty):
             store = made.get(timeout=RENDEZVOUS_POLL_SECONDS)
@@ -96,7 +96,7 @@ def connect_store(
                 "waiting: %s:%d accepts connections but does not answer as node 0; does another program "
                 "use this port? (%.0f of %.0f s)", host, port, now - began, patience,
             )  # fmt: skip
-            speaks_at += word_every
+            speaks_at += log_every
 
 
 def open_store(position: Position, connection: Connection, timeout: timedelta) -> Any:
@@ -282,7 +282,7 @@ def states(position: Position, connection: Connection) -> list[tuple[str, str]]:
 
 
 def timeout_message(position: Position, kind: str, seconds: float, others: list[tuple[str, str]]) -> str:
-    """Return the message: who waits, for whom, and where to look."""
+    """Return the message for a timeout: which rank waits, for which ranks, and where to look."""
     message = f"{LIBRARIES[kind]} has not connected the {position.world_size} ranks within {seconds:g} s"
     here = f"{_name(position)} waits"
     # Ranks that have not begun come first, because the others may be waiting for them.

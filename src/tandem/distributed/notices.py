@@ -1,4 +1,4 @@
-"""What the writer threads of the ranks tell each other through the store of their process group."""
+"""Let the writer threads of the ranks exchange values through the store of their process group."""
 
 import json
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ class StoreNotices:
     def __init__(self, store: Any) -> None:
         self._store = PrefixStore("tandem-saves", store)
 
-    def tell(self, key: str, value: object) -> None:
+    def set(self, key: str, value: object) -> None:
         self._store.set(key, json.dumps(value))
 
-    def told(self, keys: Sequence[str]) -> list[Any] | None:
+    def get_all(self, keys: Sequence[str]) -> list[Any] | None:
         # A get would wait, and block the client that the process group uses, too.
         if not self._store.check(list(keys)):
             return None
         return [json.loads(self._store.get(key)) for key in keys]
 
-    def forget(self, key: str) -> None:
+    def delete(self, key: str) -> None:
         with suppress(RuntimeError):  # a store in a file cannot
             self._store.delete_key(key)

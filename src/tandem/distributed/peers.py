@@ -1,13 +1,12 @@
 """Detect that another rank is gone, only from torch's typed errors and gloo's and NCCL's own messages.
 
-gloo, and NCCL before torch 2.2, raise bare RuntimeErrors, which only their text distinguishes from a task's
-error. Both libraries begin it in a characteristic way, so each pattern matches at the beginning; a word such
-as "store" or "timed out" further on proves nothing. tests/multi/test_peer_loss.py provokes real ones with the
-installed torch.
+gloo, and NCCL before torch 2.2, raise bare RuntimeErrors. Only their text distinguishes them from an error in
+a task. Their messages start in a characteristic way, so each pattern matches the start of the text: a word
+such as "store" or "timed out" later in it proves nothing. tests/multi/test_peer_loss.py provokes real errors
+with the installed torch.
 
-A store's error is typed, but does not say whose store it was: a program may have private stores that other
-ranks do not use. The address in the text identifies the store, or else the store used in the line that raised
-the error.
+A store's error has its own type, but a program may also have private stores that other ranks do not use. The
+address in the error's text identifies the store. Without an address, the line that raised the error does.
 """
 
 import dis

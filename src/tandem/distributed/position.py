@@ -1,6 +1,7 @@
-"""What a rank knows when it starts: its position, how it connects to the others, what its agent gives it.
+"""Define what a rank knows at its start: its position, how to connect, and what its agent passes to it.
 
-Does not import torch, so a rank can use it before all imports. See docs/architecture.md#workloads.
+This module does not import torch, so it can be used before any other import. See
+docs/architecture.md#workloads.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,13 +64,13 @@ class Connection:
 
 @dataclass(frozen=True)
 class Grant:
-    """What an agent gives to a rank; the same for all its ranks of a generation.
+    """What an agent passes to its ranks; the same for all ranks of the node in one generation.
 
-    `resume` is where the run begins, decided once before any rank starts; only rank 0 uses it. `owner` is the
-    fencing token that each publication in the run directory checks; None if nothing is written there.
+    `resume`: where the run resumes, decided once before any rank starts; only rank 0 uses it. `owner`: the
+    fencing token to check at each publication in the run directory; None if nothing is written there.
 
-    `memories` outlive the node's ranks: first a region per rank for its part of what is equal on all ranks,
-    then a region per rank for its own state. Empty without an agent.
+    `memories`: shared memory that outlives the ranks. One region per rank for its part of the state that is
+    equal on all ranks, then one region per rank for the rank's own state. Empty without an agent.
     """
 
     restart: int = 0

@@ -1,4 +1,4 @@
-"""Send a state from one rank to all, or what only rank 0 has right of it.
+"""Broadcast a whole state from one rank, or only the tensors that rank 0 alone has (running statistics).
 
 See docs/architecture.md#snapshots-on-every-node.
 """
@@ -62,10 +62,10 @@ def _broadcast_bytes_of(world: ProcessGroup, tensor: Tensor, source: int) -> Non
 
 
 class Rank0Values:
-    """Sends tensors that only rank 0 has right to all ranks, in one broadcast.
+    """Broadcasts the tensors that only rank 0 has the correct values of, all of them at once.
 
-    The first 24 bytes tell all ranks how many bytes follow, which forms the tensors have, and in how many
-    snapshots rank 0 sends again. A rank whose tensors have other forms therefore takes part, too.
+    The first 24 bytes tell all ranks how many bytes follow, a digest of the tensors' shapes and dtypes, and
+    after how many snapshots rank 0 sends again. So a rank whose tensors differ still joins the broadcast.
     """
 
     def __init__(self, world: ProcessGroup) -> None:

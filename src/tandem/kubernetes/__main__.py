@@ -22,7 +22,7 @@ def main(words: Sequence[str]) -> int:
     given = parser.parse_args(words)
     use_make_wording()
     try:
-        asked = commands.Asked(
+        command = commands.K8sCommand(
             verb=given.verb,
             components=(given.overlay,),
             image=given.image,
@@ -31,7 +31,7 @@ def main(words: Sequence[str]) -> int:
             nodes=commands.nodes_of(given.nodes) if given.nodes else None,
             purge=given.purge,
         )
-        return commands.run(asked)
+        return commands.run(command)
     except UsageError as error:
         print(f"tandem k8s: {error}", file=sys.stderr)
         return error.exit_code

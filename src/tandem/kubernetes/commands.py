@@ -29,7 +29,7 @@ MOST_NODES = 10_000
 
 
 @dataclass(frozen=True)
-class Asked:
+class K8sCommand:
     """The command that was typed: verb, kind of job, components, and where."""
 
     verb: str
@@ -43,36 +43,36 @@ class Asked:
     port: int = following.PORT
 
 
-def _check(asked: Asked) -> None:
+def _check(command: K8sCommand) -> None:
     """Raise UsageError for an option that the verb does not read, and for an invalid name."""
-    defaults = Asked(asked.verb)
+    defaults = K8sCommand(command.verb)
     for name, verbs in READ_BY.items():
-        value = getattr(asked, name)
+        value = getattr(command, name)
         if value == getattr(defaults, name):
             continue
-        if asked.verb not in verbs:
+        if command.verb not in verbs:
             raise UsageError(
-                f"{option(f'--{name}')}: {asked.verb} does not read it; expected only with {', '.join(verbs)}"
-                + (f"; {PIPE}" if name == "namespace" else "")
+                f"{option(f'--{name}')}: {command.verb} does not read it; "
+                f"expected only with {', '.join(verbs)}" + (f"; {PIPE}" if name == "namespace" else "")
             )
-        is_new = name == "name" and asked.verb in READ_BY["nodes"]  # a new job's name is checked below
+        is_new = name == "name" and command.verb in READ_BY["nodes"]  # a new job's name is checked below
         if isinstance(value, str) and not is_new and not NAME.fullmatch(value):
             raise UsageError(
                 f"{option(f'--{name}')}: invalid value {value!r}; expected lowercase letters, digits and '-'"
             )
-    if asked.verb in READ_BY["nodes"]:
-        _check_job(asked)
+    if command.verb in READ_BY["nodes"]:
+        _check_job(command)
 
 
-def _check_job(asked: Asked) -> None:
+def _check_job(command: K8sCommand) -> None:
     """Raise UsageError for the name or number of nodes of a job that Kubernetes could not run."""
-    if not NEW_NAME.fullmatch(asked.name) or asked.name.endswith(OF_OTHER_OBJECTS):
+    if not NEW_NAME.fullmatch(command.name) or command.name.endswith(OF_OTHER_OBJECTS):
         raise UsageError(
-            f"{option('--name')}: invalid value {asked.name!r}; expected at most 50 lowercase letters, "
+            f"{option('--name')}: invalid value {command.name!r}; expected at most 50 lowercase letters, "
             f"digits and '-', beginning with a letter, not ending with '-' or {' or '.join(OF_OTHER_OBJECTS)}"
         )
-    if asked.nodes is not None:
-        nodes_of(str(asked.nodes))
+    if command.nodes is not None:
+        nodes_of(str(command.nodes))
 
 
 def nodes_of(text: str) -> int:
@@ -84,28 +84,28 @@ def nodes_of(text: str) -> int:
     return int(text)
 
 
-def run(asked: Asked) -> int:
+def run(command: K8sCommand) -> int:
     """Run the verb and return its exit code. Raises UsageError with one line."""
-    _check(asked)
-    selection = selection_of(asked.kind, asked.components)
+    _check(command)
+    selection = selection_of(command.kind, command.components)
     is_job = parts_of(selection)[0] != "cluster-runtime"
-    if asked.name != JOB and not is_job:
+    if command.name != JOB and not is_job:
         raise UsageError(
             f"{option('--name')}: cluster-runtime is no job; each TrainJob that uses it has its own name"
         )
     # Rendered for every verb: the manifest says which kinds to look for.
-    text = render(selection, asked.image, asked.name, asked.nodes)
-    if asked.verb == "render":
+    text = render(selection, command.image, command.name, command.nodes)
+    if command.verb == "render":
         sys.stdout.write(text)
         return 0
-    if asked.verb != "apply" and not is_job:
+    if command.verb != "apply" and not is_job:
         raise UsageError(
-            f"{asked.verb}: cluster-runtime is no job, and all namespaces share it; use kubectl, such as "
+            f"{command.verb}: cluster-runtime is no job, and all namespaces share it; use kubectl, such as "
             "kubectl delete clustertrainingruntime tandem"
         )
-    target = cluster.Target(text, asked.namespace, asked.name, selection)
-    if asked.verb == "delete":
-        return cluster.delete(target, asked.purge)
-    if asked.verb == "forward":
-        return following.forward(target, asked.port)
-    return {"apply": cluster.apply, "logs": following.logs, "status": cluster.status}[asked.verb](target)
+    target = cluster.Target(text, command.namespace, command.name, selection)
+    if command.verb == "delete":
+        return cluster.delete(target, command.purge)
+    if command.verb == "forward":
+        return following.forward(target, command.port)
+    return {"apply": cluster.apply, "logs": following.logs, "status": cluster.status}[command.verb](target)

@@ -1,6 +1,6 @@
-"""Where the manifests contain the job's name and its number of nodes. Standard library only.
+"""Find the job's name and its number of nodes in the manifests. Standard library only.
 
-`tandem k8s --name --nodes`, `tandem init` and the Helm chart all use `marked`, the one list of these places.
+`tandem k8s --name --nodes`, `tandem init` and the Helm chart all use `marked`, the only list of these fields.
 """
 
 import re

@@ -1,6 +1,6 @@
-"""Run this node's agent: host or join the store, run generations until the job is over, return the exit code.
+"""Run this node's agent: host or join the store, run generations until the job ends, return the exit code.
 
-docs/architecture.md#who-decides-restarts has the rules that this module and `generations.py` implement.
+For the rules that this module and `generations.py` implement, see docs/architecture.md#who-decides-restarts.
 """
 
 import logging
@@ -13,7 +13,7 @@ from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
 from tandem.errors import KILLED, PEER_LOST, PeerLostError, TandemError, is_retried
-from tandem.launch.connectivity import Connect, what_is_wrong
+from tandem.launch.connectivity import Connect, find_problems
 from tandem.launch.generations import NodeAgent
 from tandem.launch.inspection import Inspector
 from tandem.launch.inspection_socket import InspectionSocket
@@ -25,13 +25,13 @@ from tandem.launch.rendezvous import (
     is_admitted,
     wait_for_end_of_node_0,
 )
-from tandem.launch.rendezvous_state import paces
+from tandem.launch.rendezvous_state import poll_intervals
 from tandem.launch.secret import SECRET
 from tandem.launch.spares import PlaceLostError, Places, places_of
 from tandem.launch.watchdog import SlowRanks, Watchdog
 from tandem.telemetry.hangs import Beat
 from tandem.timeouts import LEAVE_SECONDS
-from tandem.torch_private import hasten_rendezvous
+from tandem.torch_private import shorten_rendezvous_waits
 
 log = logging.getLogger("tandem.agent")
 
@@ -58,7 +58,7 @@ def run_agent(node: NodeContext) -> AgentReport:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     placement = node.placement
     # torch's engine polls once a second, which every restart would have to wait for.
-    hasten_rendezvous(paces(placement.nodes).poll_seconds)
+    shorten_rendezvous_waits(poll_intervals(placement.nodes).poll_seconds)
     # Once, and not per connection: the other nodes keep using this store while this agent rejoins.
     server = node.endpoint.host() if placement.node_rank == 0 else None
     if server is not None and node.endpoint.is_open:
@@ -136,7 +136,7 @@ def _run_connections(
         except PeerLostError as error:
             code = error.exit_code
             reason = str(error)
-            # This node was not let in. The check opens its own connection, which a gate would refuse.
+            # This node was not admitted, so the proxy server would also refuse the check's own connection.
             _say_what_is_wrong(node)
         except TandemError as error:
             code = error.exit_code
@@ -175,7 +175,7 @@ def _say_what_is_wrong(node: NodeContext, connect: Connect | None = None) -> Non
 
     `connect` opens the agents' store, if this node was let in there.
     """
-    found = what_is_wrong(node.placement, os.environ, connect)
+    found = find_problems(node.placement, os.environ, connect)
     if found:
         log.warning("connectivity problems found on this node:", extra={"table": found})
     else:

@@ -22,9 +22,9 @@ from tandem.launch.run_dir import adjust_for_job
 from tandem.launch.secret import conceal
 from tandem.launch.simulated import simulate
 from tandem.launch.torch_variables import wait_passively
-from tandem.log import is_quiet, log_if_slow, outlive_the_terminal, setup, writes_to_file
+from tandem.log import is_quiet, log_if_slow, setup, survive_closed_terminal, writes_to_file
 from tandem.platforms.placement import Placement, detect, of_this_process
-from tandem.platforms.replica import note_code, note_end, note_start, stay_down_code
+from tandem.platforms.replica import note_code, note_end, note_start, permanent_exit_code
 from tandem.process import without_collection
 from tandem.run.directory import RunDir
 from tandem.run.lease import refuse_if_owned
@@ -44,7 +44,7 @@ def launch(flags: Flags, environ: Environment, program: Program | None = None) -
 
     Trains the task of the settings, or runs `program`. Raises TandemError.
     """
-    outlive_the_terminal()
+    survive_closed_terminal()
     try:
         if program is not None:
             check(program, flags)
@@ -60,7 +60,7 @@ def _launch_replica(flags: Flags, environ: Environment, program: Program | None)
     """Run under Compose, which restarts on any nonzero exit: exit at once if the last end was permanent."""
     run_dir = RunDir(environ.get("TANDEM_RUN_DIR", ".")).folder
     container = socket.gethostname()
-    code = stay_down_code(run_dir, container)
+    code = permanent_exit_code(run_dir, container)
     if code is not None:
         return code
     note_start(container)
@@ -80,7 +80,7 @@ def _launch(flags: Flags, environ: Environment, program: Program | None) -> int:
     run, settings, placement, chosen = _begin(flags, environ, program)
     if placement.rank is not None and program is None:
         return _train(run, settings, placement, chosen)
-    work = _work_of(program, run, settings, chosen)
+    work = _workload_of(program, run, settings, chosen)
     work.check(placement, lambda: gpus_of(environ))
     if placement.starts_all:
         refuse_if_owned(run.where)  # fail early; node 0 takes the lease only once it has started
@@ -106,15 +106,17 @@ def _notify_flag(settings: Settings) -> list[str]:
     return ["--notify", webhook.address] if webhook is not None and webhook.address else []
 
 
-def _work_of(program: Program | None, run: RunDir, settings: Settings, chosen: frozenset[str]) -> Workload:
+def _workload_of(
+    program: Program | None, run: RunDir, settings: Settings, chosen: frozenset[str]
+) -> Workload:
     """Import only what this kind needs: a program runs without tasks, data and training."""
     if program is not None:
-        from tandem.work.program import ProgramWork
+        from tandem.work.program import ProgramWorkload
 
-        return ProgramWork(program, run, settings, chosen, partial(hint, program))
-    from tandem.work.task import TaskWork
+        return ProgramWorkload(program, run, settings, chosen, partial(hint, program))
+    from tandem.work.task import TaskWorkload
 
-    return TaskWork(run, settings, chosen)
+    return TaskWorkload(run, settings, chosen)
 
 
 def train(flags: Flags, environ: Environment) -> int:
@@ -122,7 +124,7 @@ def train(flags: Flags, environ: Environment) -> int:
 
     Raises TandemError.
     """
-    outlive_the_terminal()
+    survive_closed_terminal()
     run, settings, placement, chosen = _begin(flags, environ)
     placement = placement.as_rank()
     if placement.rank is None and placement.nodes > 1:
@@ -138,11 +140,11 @@ def _train(run: RunDir, settings: Settings, placement: Placement, chosen: frozen
         log.warning("--notify has no effect here: an agent sends the messages; start with `tandem launch`")
     wait_passively()
     with log_if_slow("importing torch"), without_collection():
-        from tandem.launch.lone_rank import run_lone_rank
+        from tandem.launch.standalone_rank import run_standalone_rank
         from tandem.work.task import rank_function
 
         function = rank_function()
-    return run_lone_rank(run, settings, placement, function, chosen)
+    return run_standalone_rank(run, settings, placement, function, chosen)
 
 
 def _begin(
@@ -175,9 +177,9 @@ def _begin(
 
 
 def where(run: RunDir, saves: bool) -> str:
-    """Return the lines that tell a person where the run's files are.
+    """Return the lines that say where the run's files are.
 
-    A script stores its checkpoints where it likes (not `saves`), so none are listed for it.
+    `saves` is False for a script, which saves its checkpoints anywhere, so they are not listed.
     """
     run_dir = shown(run.where)
     logs = run_dir if run.is_here else run.folder

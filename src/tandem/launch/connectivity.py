@@ -39,7 +39,7 @@ Connect = Callable[[], TCPStore]
 
 
 class ConnectivityProblem(NamedTuple):
-    """The result of one check, with what a person can do about it."""
+    """The result of one check, and the remedy if it failed."""
 
     name: str
     state: Literal["pass", "warn", "fail"]
@@ -47,12 +47,12 @@ class ConnectivityProblem(NamedTuple):
     remedy: str = ""
 
 
-def what_is_wrong(
+def find_problems(
     placement: Placement, environ: Environment, connect: Connect | None = None
 ) -> dict[str, str]:
-    """Return {name: problem and remedy} for nodes that did not connect; node 0's own port counts as taken.
+    """Return {check: problem and remedy} after nodes failed to connect.
 
-    `connect` opens the store, if this node was admitted there.
+    Node 0's port is expected to be in use. `connect` opens the store, if this node was admitted there.
     """
     found = [*names(placement, environ), *interfaces(environ), *others(placement, True, connect)]
     return {each.name: f"{each.text}; {each.remedy}" for each in found if each.state != "pass"}
@@ -61,9 +61,10 @@ def what_is_wrong(
 def others(
     placement: Placement, waited: bool = False, connect: Connect | None = None
 ) -> Iterator[ConnectivityProblem]:
-    """Check the port where nodes connect, and what the store there says; a gate shows it only to its nodes.
+    """Check the port where nodes connect, and which nodes have joined the store there.
 
-    `waited` means that an agent calls which has waited for the others. On node 0 that agent holds the port.
+    A TLS proxy in front of the store admits only nodes of the job, so others check just the port. `waited`:
+    the caller is an agent that has waited for the others. On node 0, this agent has the port open.
     """
     addresses = addresses_of(placement.master_host)
     skews = dict[str, float]()

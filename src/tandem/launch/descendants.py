@@ -1,13 +1,12 @@
 """Make the fork server end all descendants of its ranks when the agent ends, however it ends.
 
-Each rank leads a session, and so does the fork server, so no signal to the agent's process group reaches
-them. What a rank leaves behind becomes a child of the fork server, which is a subreaper
-(fork_server_signals.py), even if it has daemonized: the agent can find and end it. When the agent dies, the
-kernel sends the fork server SIGCONT,
-which is delivered even to a stopped process. (multiprocessing's pipe closes too late for this, because ranks
-hold its other end, too.)
+The fork server and each rank lead their own sessions, so a signal to the agent's process group does not reach
+them. Processes that a rank leaves behind become children of the fork server, which is a subreaper
+(fork_server_signals.py), even if they have daemonized. So the agent can find and end them. When the agent
+dies, the kernel sends SIGCONT to the fork server, which is delivered even to a stopped process.
+(multiprocessing's pipe closes too late for this, because ranks hold its other end as well.)
 
-Importing this module installs it. Only a fork server imports it, after everything else.
+Importing this module installs the handler. Only a fork server imports it, after everything else.
 """
 
 import os

@@ -17,12 +17,12 @@ from tandem.checkpoint.manifest import check_fits
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import SETTINGS, Given, Settings, as_flags, resolve
 from tandem.config.slices import LaunchConfig
-from tandem.config.task_names import is_script, whose_code_runs
+from tandem.config.task_names import describe_task_code, is_script
 from tandem.distributed.position import RankStart
 from tandem.errors import FAILED, FINISHED, ConfigError, PeerLostError, TandemError, job_code, shell_code
-from tandem.launch.lone_rank import connection_of, position_of
 from tandem.launch.run_dir import scratch
 from tandem.launch.simulated import stop_with_parent
+from tandem.launch.standalone_rank import connection_of, position_of
 from tandem.launch.torch_variables import use_loopback
 from tandem.log import printable, setup
 from tandem.platforms.placement import detect, outside_steps
@@ -106,11 +106,11 @@ def format_scores(
 def settings_of(
     directory: PurePath, info: Mapping[str, Any], given: Mapping[str, Given], environ: Mapping[str, str]
 ) -> tuple[Settings, str]:
-    """Return the settings that a checkpoint in `directory` was trained with, changed by what is given now.
+    """Return the settings of the checkpoint in `directory`, overridden by those given now.
 
-    The launch settings are not taken over. Also returns a line to print before the task is imported, if the
-    checkpoint names the task. Raises ConfigError, also for a task file in the run directory itself that the
-    user has not typed: anyone who can write there could run code.
+    Launch settings are not taken from the checkpoint. Also returns a line to print before the task is
+    imported, if the checkpoint names the task. Raises ConfigError, also if the checkpoint names a task file
+    inside the run directory: anyone who can write there could run code.
     """
     ran = Settings.from_dict(info.get("settings", {}), tolerant=True)
     default = Settings()
@@ -132,7 +132,7 @@ def settings_of(
             "task that builds its model: use `tandem export RUN` for its weights"
         )
     run_dir = directory.parent if directory.name.startswith(layout.CHECKPOINTS) else directory
-    return settings, whose_code_runs(
+    return settings, describe_task_code(
         settings.run.task, f"the checkpoint in {printable(str(directory))}", run_dir
     )
 

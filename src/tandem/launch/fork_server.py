@@ -78,7 +78,7 @@ def end_fork_server() -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def has_gone() -> bool:
+def has_exited() -> bool:
     """Return whether the server was killed. multiprocessing then knows no exit code of its children."""
     pid = cast(Any, forkserver)._forkserver._forkserver_pid
     return pid is None or stat_of(pid)[:1] in ([], ["Z"])
@@ -170,7 +170,7 @@ def _serve(listener: int, alive: int, imports: int, preload: Sequence[str], secr
 
 @contextlib.contextmanager
 def _no_current_folder() -> Iterator[None]:
-    """Keep interpreters that are started meanwhile from importing modules of the current directory."""
+    """Keep interpreters that are started in this block from importing modules of the current directory."""
     environ = dict(os.environ)
     os.environ.update(safe_path(environ))
     try:

@@ -7,7 +7,7 @@ pending even if it is ignored, so a rank receives what was sent between its fork
 own handlers, which unblock the signals (`signals.unblock_stop_signals`). Imports no torch.
 
 If multiprocessing starts the fork server again, as a new interpreter, importing this module is enough. That
-interpreter imports nothing from the current directory; `take_back_safe_path` keeps this from affecting
+interpreter imports nothing from the current directory; `undo_safe_path` keeps this from affecting
 processes that ranks start.
 """
 
@@ -15,12 +15,12 @@ import os
 import signal
 import warnings
 
-from tandem.process import adopt_orphans, end_with_parent, take_back_safe_path
+from tandem.process import adopt_orphans, end_with_parent, undo_safe_path
 from tandem.signals import IGNORED_BY_FORK_SERVER, STOP_SIGNALS, ignore_stop_signals
 
 
 def ignore_signals() -> None:
-    take_back_safe_path(os.environ)
+    undo_safe_path(os.environ)
     ignore_stop_signals()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, set(IGNORED_BY_FORK_SERVER) - set(STOP_SIGNALS))
     # The fork server's own pipe also ends with the agent, but the kernel's signal works even while the fork

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from tandem.config import Given, resolve
-from tandem.config.removed import instead_of
+from tandem.config.removed import removed_name_message
 from tandem.config.settings import unknown
 from tandem.config.sources import FIELDS
 from tandem.errors import FINISHED, ConfigError
@@ -128,7 +128,7 @@ def _checked(name: str, settings: Mapping[str, Any], environ: Mapping[str, str])
         if key in NOT_HERE:
             raise ConfigError(f"{key} has no meaning for tandem.launch, which starts all nodes; remove it")
         if key not in FIELDS:
-            if gone := instead_of("setting", key):
+            if gone := removed_name_message("setting", key):
                 raise ConfigError(gone)
             raise unknown("setting", key, FIELDS, see=SEE)
     given = {key: Given(text_of_setting(value), "tandem.launch", key) for key, value in settings.items()}

@@ -37,7 +37,7 @@ from tandem.errors import (
 from tandem.launch import generation_sync as sync
 from tandem.launch.membership import Departures, Membership
 from tandem.launch.node_context import NodeContext, RestartBudget
-from tandem.launch.recovery import Recovery, Repeats
+from tandem.launch.recovery import Recovery, RepeatedFailures
 from tandem.launch.rendezvous import (
     JobEndedError,
     StopRequestedError,
@@ -47,7 +47,7 @@ from tandem.launch.rendezvous import (
     job_end_in,
     publish_job_result,
 )
-from tandem.launch.rendezvous_state import check_all_stay, handler_of, paces, who_is_here
+from tandem.launch.rendezvous_state import check_all_stay, describe_joined_nodes, handler_of, poll_intervals
 from tandem.launch.shutdown import (
     Stopping,
     await_departures,
@@ -103,7 +103,7 @@ class NodeAgent(SimpleElasticAgent):
         self._next_word = 0.0
         self._recovery = Recovery(node, store)
         self._departures = Departures(node.placement, store)
-        self._repeats = Repeats(node, store)
+        self._repeats = RepeatedFailures(node, store)
         name = places.address(node.placement)
         self._handler = handler = handler_of(
             node.placement, store, node.config, self._before_poll, name, places.is_gone
@@ -330,7 +330,7 @@ class NodeAgent(SimpleElasticAgent):
                 # Only now: standby processes would compete with a starting generation for the cores.
                 if now > next_fork:
                     next_fork = now + STANDBY_SECONDS
-                    self._workers.stand_by(self._node.nproc)
+                    self._workers.start_standby(self._node.nproc)
             # Not while ranks end: their exit codes decide first, and a stop must not be lost to a restart.
             if membership.is_awaited() and not ended and self._stopping is None:
                 return None
@@ -388,7 +388,7 @@ class NodeAgent(SimpleElasticAgent):
         waited = running_clock.now() - self._waiting_since
         if waited > self._next_word:
             self._next_word = waited + WAITING_WORD_SECONDS
-            here = who_is_here(self._handler, self._node.placement)
+            here = describe_joined_nodes(self._handler, self._node.placement)
             log.info("waiting: %s (%.0f of %.0f s)", here, waited, self._node.config.master_timeout)
 
     def _is_done(self) -> bool:
@@ -398,7 +398,7 @@ class NodeAgent(SimpleElasticAgent):
         return self._work.is_done()
 
     def _has_no_time(self) -> bool:
-        """Return whether to exit without waiting: no rank has trained, or Ctrl-C was pressed twice."""
+        """Return whether to exit without waiting for a save: no rank has trained, or Ctrl-C came twice."""
         return bool(self._stop) and (not self._positions or self._stop.interrupts > 1)
 
     def abandon(self) -> None:
@@ -449,7 +449,7 @@ class NodeAgent(SimpleElasticAgent):
             self._before_poll()
             check_all_stay(self._handler, nodes)
 
-        return sync.GenerationStore(store, look, paces(nodes).poll_seconds / 10)
+        return sync.GenerationStore(store, look, poll_intervals(nodes).poll_seconds / 10)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Compute the position of every local rank, and start them there."""

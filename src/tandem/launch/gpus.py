@@ -1,6 +1,6 @@
 """Count a machine's GPUs and divide them among the nodes that it simulates.
 
-Imports no torch: CUDA_VISIBLE_DEVICES has to be set before anything imports it.
+This module does not import torch, because CUDA_VISIBLE_DEVICES must be set before that import.
 """
 
 import ctypes

@@ -113,7 +113,7 @@ class LocalRanks:
             self._give_up()
 
     def _read_dumps(self) -> None:
-        """Ask ranks that run no Python by a signal, once, and read what its handler in C has written."""
+        """Signal the ranks that did not answer, once, and read the stacks that the C handler dumped."""
         if not self._is_signaled:
             self._is_signaled = True
             pids = [self._pids[rank] for rank in self.missing]
@@ -248,7 +248,7 @@ class Inspector:
         self._serving: dict[str, threading.Event] = {}  # requests of node 0, with what ends them
 
     def note(self, beats: Sequence[Beat]) -> None:
-        """Keep what node 0 knows of all ranks."""
+        """Store the heartbeats of all ranks, as node 0 has them."""
         self._beats = {beat.rank: beat for beat in beats}
         self._progress.append((time.monotonic(), max((beat.step for beat in beats), default=0)))
 
@@ -391,11 +391,11 @@ class Inspector:
     # The other nodes' part.
 
     def take_place(self, node_rank: int) -> None:
-        """Answer as this node of the world from now on: a spare has taken the place of a lost node."""
+        """Answer as node `node_rank` from now on: this spare has taken the place of a lost node."""
         self._number = node_rank
 
     def look(self, store: TCPStore) -> None:
-        """Begin what node 0 asks, and end what it no longer asks. Raises RuntimeError."""
+        """Start the request that node 0 published, or end one that it withdrew. Raises RuntimeError."""
         requests = _requests(bytes(store.get(KEY))) if store.check([KEY]) else []
         for request in requests:
             if request.id not in self._serving:

@@ -1,7 +1,7 @@
-"""Which nodes take part: those that wait, those that leave, and those that are alive.
+"""Track which nodes wait to join, leave, or are alive.
 
-The store of a stopped agent does not answer. The thread blocks then, while the agent here still watches its
-ranks.
+If node 0's agent is stopped, its store does not answer. Then only the thread here blocks, and this node's
+agent continues to watch its ranks.
 """
 
 import contextlib
@@ -164,7 +164,7 @@ class Membership:
         threading.Thread(target=self._look, name="tandem-membership", daemon=True).start()
 
     def is_awaited(self) -> bool:
-        """Return whether nodes waited at the last poll; raise what the poll raised."""
+        """Return whether other nodes waited to join at the last poll. Raises the poll's error."""
         if self._error is not None:
             raise self._error
         return self._found

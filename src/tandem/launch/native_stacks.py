@@ -1,6 +1,6 @@
-"""Stacks with native frames, read from outside by py-spy where it is installed.
+"""Read stacks with native frames from outside the process, with py-spy where it is installed.
 
-py-spy stops a rank while it reads: about a second, because torch has many symbols.
+py-spy stops a rank for about a second while it reads the stacks, because torch has many symbols.
 """
 
 import json
@@ -37,7 +37,7 @@ class NativeStacks:
         return self._folder / f"native-{rank}"
 
     def is_done(self) -> bool:
-        """Return True once no py-spy runs any more; ends those that take too long."""
+        """Return True once every py-spy has ended; kill those that take too long."""
         if time.monotonic() > self._deadline:
             for process in self._running.values():
                 process.kill()

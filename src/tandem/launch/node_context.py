@@ -1,4 +1,4 @@
-"""Define what an agent works with: this node's part of a job, and its restart budget."""
+"""Define the context of an agent: its node's part of the job, and its restart budget."""
 
 from dataclasses import dataclass
 from typing import Any

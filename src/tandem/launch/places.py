@@ -1,7 +1,7 @@
-"""Decide which node has which place of the world, for `--spares`. Pure: no store, no clock, no thread.
+"""Decide which node gets which place in the job, for `--spares`. Pure: no store, no clock, no thread.
 
-A job with spares has more nodes than its world has places. Nodes are numbered from 0 as they were started;
-places are the node ranks of the world, also from 0. Node 0 hosts the store and decides, so it keeps place 0.
+A place is a node rank of the job. A job with spares has more nodes than places; both are numbered from 0,
+nodes by the rank they were started with. Node 0 hosts the store and decides, so it always has place 0.
 """
 
 import json
@@ -13,16 +13,16 @@ from tandem.telemetry.messages import checked
 
 NO_PLACE = -1
 MOST_FAILURES = 3
-"""A node with as many failures is left out while another node can take its place."""
+"""A node with this many failures is left out while another node can take its place."""
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What a node writes about itself, several times a second.
+    """A node's report to node 0, several times a second.
 
-    `beat` changes with each report. `token` identifies one start of the node's agent. `place` is the one that
-    it has, or had before node 0 was restarted (NO_PLACE: none), and `has_run` says whether it has started
-    ranks there. `waits`: it asks for a place.
+    `beat` changes with each report. `token` identifies one start of the node's agent. `place` is the node's
+    place, or the one it had before node 0 was restarted (NO_PLACE: none). `has_run`: the node has started
+    ranks in that place. `waits`: the node asks for a place.
     """
 
     beat: int
@@ -32,15 +32,15 @@ class NodeReport:
     has_run: bool
 
 
-class Holder(NamedTuple):
+class PlaceOwner(NamedTuple):
     """The node that has a place, by its number and the token of its agent."""
 
     node: int
     token: str
 
 
-class Change(NamedTuple):
-    """`node` gets `place`. `before` had it until now (None: no node), and lost it because it `why`."""
+class Reassignment(NamedTuple):
+    """`node` gets `place` from the node `before` (None: no node). `why` completes "node BEFORE ..."."""
 
     place: int
     node: int
@@ -55,18 +55,18 @@ class _NodeState(NamedTuple):
 
 
 class PlaceTable:
-    """The places of a job of `nodes` nodes and `spares` spares, as node 0 assigns them.
+    """Node 0's table of the places of a job of `nodes` nodes and `spares` spares.
 
-    All times are seconds of one clock. `silence`: a node that has not reported for so long is lost if the
-    others wait for it. `long_silence`: it is lost even if its ranks still seem to run. `patience`: how long
-    the first start waits for the nodes with the numbers of the places before a spare takes one.
+    All times are seconds of one clock. A node that has not reported for `silence` is lost if the others wait
+    for it; after `long_silence` it is lost even if its ranks still seem to run. `patience`: how long node 0
+    waits, at the first start, for the node whose number is that of a place before a spare gets the place.
     """
 
     def __init__(
         self, nodes: int, spares: int, silence: float, long_silence: float, patience: float, now: float
     ) -> None:
         self.others = range(1, nodes + spares)
-        self.holders: dict[int, Holder] = {}
+        self.holders: dict[int, PlaceOwner] = {}
         self._places = range(1, nodes)
         self._limits = silence, long_silence
         self._first_choice_ends = now + patience
@@ -93,7 +93,7 @@ class PlaceTable:
         return self._heard_waiting(now - self._limits[1])
 
     def _candidates(self, now: float) -> list[int]:
-        """Return the same, without those that may be lost themselves."""
+        """Return the nodes of `waiting`, without those that may be lost themselves."""
         return self._heard_waiting(now - self._limits[0])
 
     def _heard_waiting(self, since: float) -> list[int]:
@@ -101,19 +101,19 @@ class PlaceTable:
         found = [
             node
             for node, (report, at) in self._heard.items()
-            if report.waits and at >= since and Holder(node, report.token) not in held
+            if report.waits and at >= since and PlaceOwner(node, report.token) not in held
         ]
         return sorted(
             found, key=lambda node: (self.failures(node) >= MOST_FAILURES, self.failures(node), node)
         )
 
-    def decide(self, now: float, is_interrupted: bool, is_training: bool) -> list[Change]:
-        """Assign places that have no node, or a lost one; return what has changed.
+    def decide(self, now: float, is_interrupted: bool, is_training: bool) -> list[Reassignment]:
+        """Assign the places of missing or lost nodes; return the changes.
 
         `is_interrupted`: a generation has ended and the next one waits for its nodes. `is_training`: the
         ranks of node 0 have just finished a step, so the ranks of all nodes live.
         """
-        changes = list[Change]()
+        changes = list[Reassignment]()
         for place in self._places:
             change = (
                 self._replace(place, now, is_interrupted, is_training)
@@ -121,30 +121,32 @@ class PlaceTable:
                 else self._fill(place, now)
             )
             if change is not None:
-                self.holders[place] = Holder(change.node, self._heard[change.node].report.token)
+                self.holders[place] = PlaceOwner(change.node, self._heard[change.node].report.token)
                 changes.append(change)
         return changes
 
-    def _fill(self, place: int, now: float) -> Change | None:
-        """Give a place to the node that had it, or has its number; to a spare if that does not come."""
+    def _fill(self, place: int, now: float) -> Reassignment | None:
+        """Give a place to the node that had it or has its number; if that node does not join, to a spare."""
         waiting = self._candidates(now)
         if (node := self._with_claim(place, waiting)) is not None:
-            return Change(place, node, None, "")
+            return Reassignment(place, node, None, "")
         if place in waiting:
-            return Change(place, place, None, "")
+            return Reassignment(place, place, None, "")
         # Nodes whose own place is taken, and those beyond the places.
         spare = [node for node in waiting if node not in self._places or node in self.holders]
         if spare and now > self._first_choice_ends:
-            return Change(place, spare[0], place, "has not come")
+            return Reassignment(place, spare[0], place, "has not come")
         return None
 
-    def _replace(self, place: int, now: float, is_interrupted: bool, is_training: bool) -> Change | None:
+    def _replace(
+        self, place: int, now: float, is_interrupted: bool, is_training: bool
+    ) -> Reassignment | None:
         holder = self.holders[place]
         heard = self._heard[holder.node]
         waiting = self._candidates(now)
         # After a restart of node 0, a node that trained counts more than one that has only just come.
         if not heard.report.has_run and (node := self._with_claim(place, waiting)) is not None:
-            return Change(place, node, None, "")
+            return Reassignment(place, node, None, "")
         silence = now - heard.at
         if heard.report.token != holder.token:
             why = "was restarted"
@@ -153,13 +155,13 @@ class PlaceTable:
         elif is_interrupted and self.failures(holder.node) >= MOST_FAILURES:
             waiting = [node for node in waiting if self.failures(node) < MOST_FAILURES]
             why = f"has failed {self.failures(holder.node)} times"
-            return Change(place, waiting[0], holder.node, why, is_left_out=True) if waiting else None
+            return Reassignment(place, waiting[0], holder.node, why, is_left_out=True) if waiting else None
         else:
             return None
         if not waiting:
             return None
         self._losses[holder.node] += 1
-        return Change(place, self._candidates(now)[0], holder.node, why)
+        return Reassignment(place, self._candidates(now)[0], holder.node, why)
 
     def _with_claim(self, place: int, waiting: list[int]) -> int | None:
         for node in waiting:
@@ -169,16 +171,16 @@ class PlaceTable:
         return None
 
 
-def to_text(holders: Mapping[int, Holder]) -> str:
-    """Return who has which place, as text for the store."""
+def to_text(holders: Mapping[int, PlaceOwner]) -> str:
+    """Serialize the holder of each place for the store."""
     return json.dumps({str(place): list(holder) for place, holder in holders.items()})
 
 
-def from_text(text: bytes) -> dict[int, Holder]:
+def from_text(text: bytes) -> dict[int, PlaceOwner]:
     """Parse the output of `to_text`. Raises ValueError for anything else."""
     try:
         words = json.loads(text)
-        return {int(place): Holder(int(node), str(token)) for place, (node, token) in words.items()}
+        return {int(place): PlaceOwner(int(node), str(token)) for place, (node, token) in words.items()}
     except (TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 

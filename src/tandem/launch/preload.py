@@ -1,8 +1,8 @@
 """Import what the fork server needs before it forks the first rank.
 
-A rank started from scratch spends about four seconds in `import torch` and in what DDP imports lazily. The
-fork server pays that once per node, and every rank forked from it, also after a restart, has the modules at
-once. Only the fork server imports this module, so it works at import time.
+A rank that starts as a new interpreter spends about four seconds importing torch and the modules that DDP
+imports lazily. The fork server imports them once per node, and every rank forked from it has them at once,
+also after a restart. Importing this module does the work; only the fork server imports it.
 """
 
 import torch

@@ -80,7 +80,7 @@ def to_verify(script: str | None, program: Program | None, flags: Mapping[str, G
     return program
 
 
-def is_own_loop(path: Path) -> bool:
+def is_custom_loop(path: Path) -> bool:
     """Return whether a file is a script that calls tandem.start() and defines no task."""
     try:
         nodes = list(ast.walk(ast.parse(path.read_bytes())))

@@ -1,4 +1,4 @@
-"""Write what ranks have recorded to the run directory: profiles as one trace, and memory snapshots."""
+"""Write the ranks' recordings to the run directory: their profiles as one trace, and memory snapshots."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def trace_parts(
 
 
 def write_merged(run_folder: Path, parts: Sequence[Mapping[str, Any]], job: Path) -> dict[str, Any]:
-    """Merge the traces in a process of its own, and remove them; return the facts of the file.
+    """Merge the traces in a separate process, and remove them; return facts about the merged file.
 
     `job` is a path for the description of the merge. Raises TandemError if it fails.
     """

@@ -160,7 +160,7 @@ class Recovery:
         return JOINED if nodes > len(self._keys) else "the ranks lost their connections"
 
     def _killed(self) -> list[tuple[int, int, int]]:
-        """Return (rank, node, code) of all killed ranks, as far as their agents have written it."""
+        """Return (rank, node, code) of the killed ranks that agents have reported."""
         found = []
         with contextlib.suppress(RuntimeError, ValueError, TypeError):
             for node, key in enumerate(self._keys):
@@ -185,8 +185,8 @@ Words = tuple[Cause, str]
 """How a rank ended, and where it was then."""
 
 
-class Repeats:
-    """Compare the end of each generation that is followed by another with the end before it."""
+class RepeatedFailures:
+    """Detect that a generation failed with the same code and step as the previous one, and log the cause."""
 
     def __init__(self, node: NodeContext, store: TCPStore) -> None:
         self._node = node
@@ -201,9 +201,9 @@ class Repeats:
         grant: Grant,
         codes: Mapping[int, int],
     ) -> None:
-        """Record that a generation ended with `code` on this node; `codes` has its ranks' by local rank.
+        """Record how a generation ended: this node's `code`, and its ranks' `codes` by local rank.
 
-        The ranks had these positions and this grant; `prefix` as for `Recovery.failed`.
+        `positions` and `grant`: those of the generation's ranks. `prefix`: see `Recovery.failed`.
         """
         first = positions[0]
         key = f"{prefix}/words/"
@@ -229,7 +229,7 @@ class Repeats:
         return cause, self._node.view.describe_position(position.rank)
 
     def _of_others(self, prefix: str, nodes: int) -> list[Words]:
-        """Return what the other nodes have written within OTHERS_SECONDS."""
+        """Return the causes that the other nodes write within OTHERS_SECONDS."""
         found = list[Words]()
         missing = set(range(1, nodes))
         deadline = time.monotonic() + OTHERS_SECONDS

@@ -58,7 +58,7 @@ class JobEndedError(Exception):
 
 
 class StoreLostError(Exception):
-    """The store on node 0 is gone, or its content is unusable."""
+    """The store on node 0 does not answer, or its content is invalid."""
 
     def __init__(self, why: str = "the store on node 0 is gone") -> None:
         super().__init__(why)
@@ -246,12 +246,12 @@ def join_store(
 def is_admitted(
     store: TCPStore, placement: Placement, seconds: float, stop: StopFlag, was_in: bool = False
 ) -> bool:
-    """Return whether node 0 was started for as many nodes as this one; otherwise the job is being resized.
+    """Return whether node 0 was started for the same number of nodes; if not, the job is being resized.
 
-    With one node more or less in the rendezvous, no node could train. A node that `was_in` exits, so that its
-    platform restarts it with the current number. A new node waits until node 0 exits while the others train
-    on; False means that the caller has to check again. Raises PeerLostError, StopRequestedError,
-    JobEndedError.
+    A rendezvous with one node more or less would stop all nodes from training. A node that `was_in` the job
+    therefore exits, so that its platform restarts it with the current number. A new node waits until node 0
+    exits, while the others continue to train: False means that the caller must check again. Raises
+    PeerLostError, StopRequestedError, JobEndedError.
     """
     if placement.elastic is not None or not store.check([NODES_KEY]):
         return True
@@ -276,7 +276,7 @@ def is_admitted(
 
 
 def wait_for_master(host: str, port: int, timeout_seconds: float, should_stop: Callable[[], bool]) -> None:
-    """Wait until the master's name resolves and its port answers, and log every few seconds what is missing.
+    """Wait until the master's name resolves and its port answers; every few seconds, log what is missing.
 
     The name is resolved at every attempt, because a recreated pod has a new address. Returns early if
     `should_stop()` is true. Raises PeerLostError after `timeout_seconds`.

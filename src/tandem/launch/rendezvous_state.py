@@ -30,7 +30,7 @@ from tandem.timeouts import (
     TORCH_KEEP_ALIVE_SECONDS,
     TORCH_POLL_SECONDS,
 )
-from tandem.torch_private import handler_pace, hasten_handler, nodes_here, rendezvous_kinds
+from tandem.torch_private import handler_intervals, nodes_here, rendezvous_kinds, shorten_handler_waits
 
 log = logging.getLogger("tandem.agent")
 
@@ -123,18 +123,18 @@ class WatchfulBackend(RendezvousBackend):
 def handler_of(
     placement: Placement,
     store: TCPStore,
-    asked: LaunchConfig,
+    launch: LaunchConfig,
     before_poll: Callable[[], None],
     address: str | None = None,
     is_gone: Callable[[str], bool] = lambda address: False,
 ) -> DynamicRendezvousHandler:
-    """Return torch's rendezvous handler for the nodes of this job, with the timeouts of `asked`.
+    """Return torch's rendezvous handler for the nodes of this job, with the timeouts of `launch`.
 
     `address` is this node's name there. Nodes whose name `is_gone` count as dead at once.
     """
     low, high = placement.elastic or (placement.nodes, placement.nodes)
-    timeout = LastCall(asked.master_timeout)
-    pace = paces(high)
+    timeout = LastCall(launch.master_timeout)
+    pace = poll_intervals(high)
     # The engine orders nodes by the text of their address. The node rank in front keeps rank 0 on node 0.
     handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
         RUN_ID,
@@ -144,9 +144,9 @@ def handler_of(
         high,
         local_addr=address or f"{placement.node_rank:06d}.{placement.local_name}",
         timeout=timeout,
-        **handler_pace(pace.alive_seconds, KEEP_ALIVE_ATTEMPTS, pace.backoff_seconds),
+        **handler_intervals(pace.alive_seconds, KEEP_ALIVE_ATTEMPTS, pace.backoff_seconds),
     )
-    hasten_handler(handler, pace.poll_seconds)
+    shorten_handler_waits(handler, pace.poll_seconds)
     return handler
 
 
@@ -158,13 +158,13 @@ class PollIntervals(NamedTuple):
     backoff_seconds: float
 
 
-def paces(nodes: int) -> PollIntervals:
-    """Return how often `nodes` nodes poll and write the state that they share.
+def poll_intervals(nodes: int) -> PollIntervals:
+    """Return how often a job of `nodes` nodes polls and writes the shared rendezvous state.
 
-    Every heartbeat is written into the state and read by all, so the total cost grows with the square of the
-    number of nodes. Longer intervals keep it constant, up to torch's own intervals. A write counts only if no
-    other node wrote in between. Many nodes that start at once would keep invalidating each other's writes, so
-    each waits for a random time.
+    Every heartbeat is written into the state and read by all nodes, so the total cost grows with the square
+    of the number of nodes. Longer intervals keep it constant, up to torch's own intervals. A write succeeds
+    only if no other node has written since the read. Many nodes that start at once would keep invalidating
+    each other's writes, so each waits for a random time.
     """
     if nodes <= FEW_NODES:
         return PollIntervals(RENDEZVOUS_POLL_SECONDS, KEEP_ALIVE_SECONDS, 0.0)
@@ -175,8 +175,8 @@ def paces(nodes: int) -> PollIntervals:
     return PollIntervals(min(poll, TORCH_POLL_SECONDS), min(alive, TORCH_KEEP_ALIVE_SECONDS), backoff)
 
 
-def who_is_here(handler: DynamicRendezvousHandler, placement: Placement) -> str:
-    """Return how many nodes have joined and, for a fixed number, which are missing.
+def describe_joined_nodes(handler: DynamicRendezvousHandler, placement: Placement) -> str:
+    """Return how many nodes have joined and, if their number is fixed, which are missing.
 
     This node counts as joined.
     """

@@ -65,7 +65,7 @@ def adjust_for_job(run: RunDir, settings: Settings, placement: Placement) -> Set
 
 
 def _write_once(note: Path, text: str) -> str:
-    """Return `text` if this call is the first to write it to `note`, else what is there already."""
+    """Write `text` to the file `note` unless it exists; return the file's content."""
     note.parent.mkdir(parents=True, exist_ok=True)
     try:
         with note.open("x", encoding="ascii") as file:  # exclusive creation works on NFS, too

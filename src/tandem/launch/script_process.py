@@ -26,8 +26,8 @@ from tandem.distributed.child_processes import killed_child
 from tandem.distributed.peers import is_gpu_failure, is_peer_loss
 from tandem.errors import FAILED, FINISHED, GPU_FAILED, PEER_LOST, ConfigError, TandemError
 from tandem.json_output import drain, wrap_stderr
-from tandem.launch.lone_rank import LoneRank
 from tandem.launch.run_dir import adjust_for_job
+from tandem.launch.standalone_rank import StandaloneRank
 from tandem.log import setup
 from tandem.platforms.placement import Placement, detect, of_this_process
 from tandem.run.directory import RunDir
@@ -47,7 +47,7 @@ class ScriptRank:
 
     def __init__(self, argv: Sequence[str]) -> None:
         """Find the settings and the position. Raises TandemError."""
-        self._ending: Ending | None = None
+        self._exit: ScriptExit | None = None
         self._launched = positions.launched
         loaded = resolve(Parser("train", "", "").read(argv).given, os.environ)
         self.chosen = loaded.chosen
@@ -74,21 +74,21 @@ class ScriptRank:
         with only_rank_0_reports(placement):
             run = RunDir.open(named, placement, time.time())
         self.settings = adjust_for_job(run, run.recorded(named), placement)
-        lone = LoneRank(run, self.settings, placement)
-        self.start = lone.start
-        self._ending = Ending(lone)
+        standalone = StandaloneRank(run, self.settings, placement)
+        self.start = standalone.start
+        self._exit = ScriptExit(standalone)
 
     def end_with(self, close: Callable[[int], int]) -> None:
         """Register `close(code)`, which is called when the script is over and returns the exit code."""
         if self._launched is not None:
             self._launched.close = close
-        elif self._ending is not None:
-            self._ending.close = close
+        elif self._exit is not None:
+            self._exit.close = close
 
     def watch_stop_flag(self, stop: StopFlag) -> None:
         """Report stops of `stop` and exit at a second Ctrl-C, unless an agent does that."""
-        if self._ending is not None:
-            self._ending.watch_stop_flag(stop)
+        if self._exit is not None:
+            self._exit.watch_stop_flag(stop)
 
     @property
     def is_launched(self) -> bool:
@@ -111,18 +111,18 @@ def only_rank_0_reports(placement: Placement, wait_seconds: float = BLAME_SECOND
         raise SystemExit(error.exit_code) from None
 
 
-class Ending:
+class ScriptExit:
     """Control what happens between a script's last line and the end of its process.
 
     `close(code)` is called when the script is over and returns the exit code. An error of tandem prints one
     line and has its own code, a lost peer is 200, and any other error prints a traceback and is 1.
     """
 
-    def __init__(self, lone: LoneRank) -> None:
+    def __init__(self, standalone: StandaloneRank) -> None:
         self.close: Callable[[int], int] = lambda code: code
-        self._lone = lone
-        self._position = lone.position
-        self.watch_stop_flag = lone.watch_stop_flag
+        self._standalone = standalone
+        self._position = standalone.position
+        self.watch_stop_flag = standalone.watch_stop_flag
         self._code = FINISHED
         self._reason = "the script finished"
         self._show = sys.excepthook
@@ -157,8 +157,8 @@ class Ending:
             self._code = error.exit_code
             self._reason = str(error)
             log.error("%s", error)
-        self._lone.ended(self._code, self._reason)
-        self._lone.close()
+        self._standalone.ended(self._code, self._reason)
+        self._standalone.close()
         sys.stdout.flush()
         sys.stderr.flush()
         drain()

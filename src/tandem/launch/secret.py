@@ -1,6 +1,6 @@
 """Read the secret of a job: a variable or a file, the same on all nodes.
 
-Both may also be in .env, which counts if the environment has neither.
+Both may also be in .env, which is read only if the environment has neither.
 """
 
 import ctypes

@@ -53,7 +53,7 @@ def is_time_to_save(node: NodeContext, has_trained: bool, waits_since: float | N
 
 
 def await_end_of_ranks(node: NodeContext) -> None:
-    """Wait until no process of the last generation is left; `Workers.kill` has reported those that are.
+    """Wait until no process of the last generation is left; `Workers.kill` has logged those that remain.
 
     A process that is stuck in the kernel may hold a GPU's memory or a port that the next generation
     needs. Raises StuckError if it is still there after --master-timeout, and StopRequestedError.
@@ -69,10 +69,10 @@ def await_end_of_ranks(node: NodeContext) -> None:
 
 
 class Stopping:
-    """Handle a stop from the signal on: what is logged, and how long to wait for the ranks.
+    """Handle a stop request: log it, and decide how long to wait for the ranks.
 
-    Ranks react to a stop after a step. Before the first one there is nothing to save, and what they are doing
-    (loading data, building a model, waiting for each other) may take minutes, so they are killed at once.
+    Ranks react to a stop at the end of a step. Before the first step there is nothing to save, and loading
+    data, building a model or waiting for other ranks may take minutes. So the ranks are then killed at once.
     """
 
     def __init__(self, node: NodeContext, progress: str) -> None:
@@ -168,9 +168,9 @@ def await_departures(
     seconds: float,
     should_stop: Callable[[], bool],
 ) -> None:
-    """Count this node as gone; on node 0, which has the store, wait up to `seconds` for the others to go.
+    """Record that this node leaves; on node 0, which has the store, wait up to `seconds` for the others.
 
-    The wait also ends when a stop is requested or no other node lives.
+    The wait also ends when a stop is requested or no other node is alive.
     """
     left = store.add(LEFT_KEY, 1)
     deadline = running_clock.now() + seconds
@@ -190,7 +190,7 @@ def leave_cause(store: TCPStore, cause: Cause) -> str:
 
 
 def cause_in(store: TCPStore, node_rank: int) -> str:
-    """Return why ranks of another node failed, in full on node 0; empty if no node has told."""
+    """Return why ranks of another node failed, in full on node 0; empty if no node has reported a cause."""
     with contextlib.suppress(RuntimeError, ValueError):
         if store.check([CAUSE_KEY]):
             cause = Cause.from_json(store.get(CAUSE_KEY))

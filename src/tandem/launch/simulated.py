@@ -33,7 +33,7 @@ from tandem.launch.fork_server import (
     UNKNOWN,
     end_fork_server,
     fork_server_pid,
-    has_gone,
+    has_exited,
     start,
     start_fork_server,
 )
@@ -87,7 +87,7 @@ def simulate(
         has_new_logs = run.make_logs()
         set_for_ranks(placement.is_one_host, work.has_own_store)
         try:
-            with stop.ending():
+            with stop.exit_on_signal():
                 imported = start_fork_server([AGENT, *work.preload], folder, keeps=False)
                 with log_if_slow("importing modules for nodes and ranks"):
                     imported()
@@ -148,10 +148,7 @@ def _supervise(nodes: Sequence["SimulatedNode"], config: LaunchConfig, stop: Sto
 
 
 def _wait(nodes: Sequence["SimulatedNode"]) -> None:
-    """Wait until killed nodes have ended.
-
-    This launch then removes what they leave in the temporary directory.
-    """
+    """Wait until killed nodes have ended, so that this launch can remove their temporary files."""
     deadline = time.monotonic() + LEAVE_SECONDS
     while any(node.code() is None for node in nodes) and time.monotonic() < deadline:
         time.sleep(SUPERVISE_SECONDS)
@@ -193,7 +190,7 @@ class SimulatedNode:
         words = [*self._arguments, *more, *self._program]
         default_hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
         self._process = self._context.Process(
-            target=_be_a_node, args=(words, self._output, self._variables, default_hangup)
+            target=_run_node, args=(words, self._output, self._variables, default_hangup)
         )
         start(self._process)
 
@@ -216,7 +213,7 @@ class SimulatedNode:
 
     def is_cut_off(self) -> bool:
         """Return whether no process can report its exit code any more; it has received SIGTERM then."""
-        return self._process is not None and self._process.exitcode == UNKNOWN and has_gone()
+        return self._process is not None and self._process.exitcode == UNKNOWN and has_exited()
 
     def is_frozen(self) -> bool:
         return self._state() in ("T", "t")
@@ -232,7 +229,7 @@ class SimulatedNode:
         return fields[0] if fields and fields[0] not in "ZX" else ""
 
 
-def _be_a_node(
+def _run_node(
     words: Sequence[str], output: Path | None, variables: Mapping[str, str], default_hangup: bool
 ) -> None:
     """Become a node, in a new process forked by the launcher's fork server."""

@@ -23,9 +23,9 @@ from tandem.launch.node_context import NodeContext
 from tandem.launch.places import (  # fmt: skip
     MOST_FAILURES,
     NO_PLACE,
-    Change,
     NodeReport,
     PlaceTable,
+    Reassignment,
     from_text,
     report_from,
     to_text,
@@ -39,7 +39,7 @@ from tandem.launch.rendezvous import (
     job_end_in,
     read_all,
 )
-from tandem.launch.rendezvous_state import paces
+from tandem.launch.rendezvous_state import poll_intervals
 from tandem.launch.watchdog import Watchdog
 from tandem.platforms.placement import Placement
 from tandem.timeouts import (
@@ -60,11 +60,11 @@ SPARES_LEFT_KEY = "tandem/spares/left"
 
 
 class PlaceLostError(Exception):
-    """Another node has this node's place; this one becomes a spare."""
+    """This node's place was given to another node; this node becomes a spare."""
 
 
 class Places:
-    """A job without spares: each node keeps the place that it was started for."""
+    """Places in a job without spares: each node keeps the one that it was started with."""
 
     is_joining = False
     """Whether this node's agent waits in the rendezvous for the others."""
@@ -103,9 +103,9 @@ class Places:
 
 
 class OwnPlace(Places):
-    """The place of a node other than 0, in a job with spares; one object for all its connections.
+    """The place of a node other than node 0, in a job with spares; one object for the whole launch.
 
-    A thread reports to node 0 that this agent lives.
+    A thread reports to node 0 that this agent is alive.
     """
 
     def __init__(self, node: NodeContext, on_place: Callable[[int], None]) -> None:
@@ -126,7 +126,7 @@ class OwnPlace(Places):
         self._has_run = True
 
     def take(self, node: NodeContext, store: TCPStore, watchdog: Watchdog) -> NodeContext:
-        """Wait for a place.
+        """Wait until node 0 gives this node a place.
 
         Raises JobEndedError, StopRequestedError, StoreLostError.
         """
@@ -165,7 +165,7 @@ class OwnPlace(Places):
             # Not at once: the ranks of a generation that starts need the cores.
             if has_said and now > next_fork:
                 next_fork = now + STANDBY_SECONDS
-                node.workers.stand_by(node.nproc)
+                node.workers.start_standby(node.nproc)
             time.sleep(self._pause)
 
     def check(self, store: TCPStore) -> None:
@@ -217,7 +217,7 @@ class OwnPlace(Places):
 
 
 def _raise_if_over(node: NodeContext, store: TCPStore) -> None:
-    """Raise what ends a waiting node: the job's result, or a stop.
+    """Raise the error that ends a waiting node: the job has a result, or a stop was requested.
 
     Raises JobEndedError, StopRequestedError, StoreLostError.
     """
@@ -243,13 +243,13 @@ def _raise_if_over(node: NodeContext, store: TCPStore) -> None:
 
 
 class AllPlaces(Places):
-    """Assign the places, on node 0, in a thread; one object for the whole launch."""
+    """Assign all places, in a thread on node 0; one object for the whole launch."""
 
     def __init__(self, node: NodeContext) -> None:
         self._view = node.view
         self._connect: Callable[[], TCPStore] = node.endpoint.connect
         self._pause = pause = _pause(node.placement)
-        pace = paces(node.placement.nodes + node.placement.spares)
+        pace = poll_intervals(node.placement.nodes + node.placement.spares)
         self._long_silence = float(pace.alive_seconds * KEEP_ALIVE_ATTEMPTS)
         self._table = PlaceTable(
             node.placement.nodes,
@@ -295,7 +295,7 @@ class AllPlaces(Places):
                 self._closing.wait(STORE_RETRY_SECONDS)
 
     def _assign(self, store: TCPStore) -> None:
-        """Read what the nodes report, decide, and write the result for them."""
+        """Read the nodes' reports, decide, and publish the result."""
         table = self._table
         keys = {name(node): node for node in table.others for name in (_report_key, _failures)}
         found = read_all(store, list(keys), self._known)
@@ -312,7 +312,7 @@ class AllPlaces(Places):
             store.set(PLACES_KEY, to_text(table.holders))
         self._show(changes, table.waiting(now))
 
-    def _show(self, changes: list[Change], waiting: list[int]) -> None:
+    def _show(self, changes: list[Reassignment], waiting: list[int]) -> None:
         for change in (each for each in changes if each.why):
             text = "node %d %s; node %d takes its place"
             if change.is_left_out:
@@ -328,9 +328,9 @@ class AllPlaces(Places):
 
 
 def places_of(node: NodeContext, on_place: Callable[[int], None]) -> Places:
-    """Return what assigns places on node 0, or asks for one on another node; without spares, neither.
+    """Return the object that assigns places (node 0), or waits for one (other nodes).
 
-    `on_place` is called with each place that this node gets.
+    Without spares, it does neither. `on_place` is called with each place that this node gets.
     """
     if node.placement.spares == 0:
         return Places()
@@ -339,7 +339,7 @@ def places_of(node: NodeContext, on_place: Callable[[int], None]) -> Places:
 
 def _pause(placement: Placement) -> float:
     """Return the seconds between two reports of a node: longer among many nodes."""
-    return max(SPARE_BEAT_SECONDS, 2 * paces(placement.nodes + placement.spares).poll_seconds)
+    return max(SPARE_BEAT_SECONDS, 2 * poll_intervals(placement.nodes + placement.spares).poll_seconds)
 
 
 def _report_key(node: int) -> str:

@@ -1,4 +1,4 @@
-"""Reach node 0's stores: directly, or through its TLS proxy if the job has a secret.
+"""Connect to node 0's stores: directly, or through its TLS proxy if the job has a secret.
 
 docs/architecture.md#with-a-secret describes both ways.
 """
@@ -43,7 +43,7 @@ from tandem.timeouts import (
 log = logging.getLogger("tandem.agent")
 
 AGENTS_STORE = 0
-"""The number of the agents' store at the gate. A store of ranks has its port as number."""
+"""The number of the agents' store at the proxy server. A store of ranks has its port as number."""
 
 
 class StoreEndpoint:
@@ -58,12 +58,12 @@ class StoreEndpoint:
         self.placement = placement.by_loopback()
         # Nothing leaves a single host, so its stores listen on loopback and need no secret.
         self._key = key = None if placement.is_one_host else key
-        self._agents_way = (
+        self._agents_proxy = (
             ProxyClient(self._master, key, AGENTS_STORE) if key and placement.node_rank else None
         )
-        self._ranks_way: ProxyClient | None = None
-        self._gate: ProxyServer | None = None
-        self._agents_port = self._ranks_port = 0  # of the stores on this host behind the gate
+        self._ranks_proxy: ProxyClient | None = None
+        self._proxy_server: ProxyServer | None = None
+        self._agents_port = self._ranks_port = 0  # of the stores on this host behind the proxy server
 
     @property
     def is_open(self) -> bool:
@@ -83,7 +83,7 @@ class StoreEndpoint:
         # Node 0 connects by loopback: its own name may be published only once it is ready.
         if self.placement.node_rank == 0 and not self.placement.is_one_host:
             return LOOPBACK, self._agents_port or self.placement.master_port
-        return (LOOPBACK, self._agents_way.port) if self._agents_way else self._master
+        return (LOOPBACK, self._agents_proxy.port) if self._agents_proxy else self._master
 
     def of_ranks(self, host: str, port: int) -> tuple[str, int]:
         """Return the same for the store at `host`:`port` that node 0 hosts for ranks."""
@@ -92,9 +92,9 @@ class StoreEndpoint:
         if self.placement.node_rank == 0:
             return LOOPBACK, port
         # One client for all generations: only the store that it asks for changes.
-        self._ranks_way = self._ranks_way or ProxyClient(self._master, self._key, port)
-        self._ranks_way.name = port
-        return LOOPBACK, self._ranks_way.port
+        self._ranks_proxy = self._ranks_proxy or ProxyClient(self._master, self._key, port)
+        self._ranks_proxy.name = port
+        return LOOPBACK, self._ranks_proxy.port
 
     def host(self) -> TCPStore:
         """Start the agents' store, on node 0. Raises PeerLostError if the port is taken."""
@@ -103,27 +103,27 @@ class StoreEndpoint:
         store = host_store(self._here())
         self._agents_port = int(store.port)
         try:
-            self._gate = ProxyServer(self.placement.master_port, self._key)
+            self._proxy_server = ProxyServer(self.placement.master_port, self._key)
         except OSError as error:
             raise PeerLostError(
                 f"cannot listen on port {self.placement.master_port}: {error.strerror or error}; "
                 "another job may be using it; choose another port with --master HOST:PORT"
             ) from error
-        self._gate.open(AGENTS_STORE, self._agents_port)
+        self._proxy_server.open(AGENTS_STORE, self._agents_port)
         return store
 
     def host_for_ranks(self) -> tuple[TCPStore, str]:
         """Start a store on node 0 for the ranks of one generation; return it and its public address."""
-        if self._gate is None:
+        if self._proxy_server is None:
             # Each generation needs a new store, and so any free port. See docs/architecture.md#user-scripts.
             store = serve(self.placement, 0)
         else:
             store = serve(self._here(), 0)
             # Ranks of the last generation must not reach the new one, nor keep the old store alive.
             if self._ranks_port:
-                self._gate.close(self._ranks_port)
+                self._proxy_server.close(self._ranks_port)
             self._ranks_port = int(store.port)
-            self._gate.open(self._ranks_port, self._ranks_port)
+            self._proxy_server.open(self._ranks_port, self._ranks_port)
         return store, f"{self.placement.master_host}:{store.port}"
 
     def _here(self) -> Placement:
@@ -158,13 +158,13 @@ class StoreEndpoint:
         wait_for_master(*self._master, seconds, lambda: bool(stop))
         if stop:
             raise StopRequestedError
-        if self._agents_way is not None:
-            self._agents_way.check()
-        # torch's client would retry against a gate for a minute, with a stack trace for each attempt.
+        if self._agents_proxy is not None:
+            self._agents_proxy.check()
+        # torch's client would retry against a proxy server for a minute, with a stack trace for each attempt.
         elif self.is_open:
             with log_if_slow("waiting for an answer from {}:{}".format(*self._master)):
-                has_gate = is_proxy(self._master)
-            if has_gate:
+                has_proxy = is_proxy(self._master)
+            if has_proxy:
                 raise ProxyRefusedError(f"node 0 has a secret, but this node has none; set {SECRET}")
         return join_store(self.placement, self.address, seconds, lambda: bool(stop))
 
@@ -178,10 +178,10 @@ class StoreEndpoint:
 
 
 def announce(endpoint: StoreEndpoint, code: int, reason: str = "", stop: StopFlag | None = None) -> None:
-    """Tell the nodes that arrive within ANNOUNCE_SECONDS why this node ends the job before it began.
+    """Tell the nodes that connect within ANNOUNCE_SECONDS why this node ends the job before it starts.
 
-    A node other than 0 reports an error to node 0. It can only end its own job: not one whose nodes are all
-    present, nor an elastic one, which can start without this node.
+    A node other than node 0 reports its error to node 0. It can end only its own job: not one whose nodes
+    have all joined already, nor an elastic job, which can start without this node.
     """
     placement = endpoint.placement
     if placement.nodes == 1:

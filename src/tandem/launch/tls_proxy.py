@@ -4,7 +4,7 @@ With a secret, the stores listen only on node 0's loopback. Connections from oth
 server there (`ProxyServer`), at the master's port, and a proxy client (`ProxyClient`) on each node, at a port
 of that node's loopback:
 
-    rank, agent -> way (127.0.0.1) -> TLS, proof of the secret -> gate (MASTER:PORT) -> store (127.0.0.1)
+    rank, agent -> client (127.0.0.1) -> TLS, proof of the secret -> server (MASTER:PORT) -> store
 
 The TLS keys come from an anonymous key exchange. Each side then proves that it knows the secret and sees the
 same TLS connection ("tls-unique", RFC 5929), with a nonce from each side. A man in the middle, a replay, or a
@@ -37,8 +37,8 @@ PROOF_BYTES = 32
 PORT_BYTES = 2
 CHUNK_BYTES = 65536
 NO_PROOF = bytes(PROOF_BYTES)
-NO_GATE = "no node 0 with a secret answers there"
-STRANGERS = 64
+NO_PROXY_SERVER = "no node 0 with a secret answers there"
+MAX_UNAUTHENTICATED = 64
 """How many unauthenticated connections may be open at once. One more closes one of them."""
 
 
@@ -83,7 +83,7 @@ def connect_as_node(plain: socket.socket, key: bytes, port: int) -> ssl.SSLSocke
     """
     plain.settimeout(HANDSHAKE_SECONDS)
     if _exactly(plain, len(GREETING)) != GREETING:
-        raise ProxyRefusedError(NO_GATE)
+        raise ProxyRefusedError(NO_PROXY_SERVER)
     connection = _context(False).wrap_socket(plain)
     with _closed_at_an_error(connection):
         theirs = _exactly(connection, NUMBER_BYTES)
@@ -132,7 +132,7 @@ def _closed_at_an_error(connection: socket.socket) -> Iterator[None]:
 
 
 def is_proxy(address: tuple[str, int]) -> bool:
-    """Return whether a gate listens at `address`.
+    """Return whether a proxy server listens at `address`.
 
     A store sends nothing first, and closes a connection whose client has stopped sending.
     """
@@ -143,7 +143,7 @@ def is_proxy(address: tuple[str, int]) -> bool:
 
 
 def _set_for_store(connection: socket.socket) -> None:
-    """Set a connection up for the store's small requests and long waits."""
+    """Set the socket options of a connection for the store's small requests and long waits."""
     # The timeouts were for connecting. A read of the store may wait for a key much longer.
     connection.setblocking(True)
     # A host that vanishes closes nothing, and this thread would wait for it without end.
@@ -205,13 +205,13 @@ class ProxyServer:
         """Listen at `port` on all interfaces. Raises OSError."""
         self._key = key
         self._stores = dict[int, int]()
-        self._strangers = dict[socket.socket, str]()
+        self._unauthenticated = dict[socket.socket, str]()
         self._lock = threading.Lock()
         self._has_said = False
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         listener = socket.create_server(("", port), family=family, backlog=256, dualstack_ipv6=both)
-        self.port = _Listener(listener, self._serve, "tandem-gate").port
+        self.port = _Listener(listener, self._serve, "tandem-proxy-server").port
 
     def open(self, name: int, port: int) -> None:
         """Forward nodes that ask for the store `name` to `port` on this host's loopback."""
@@ -232,7 +232,7 @@ class ProxyServer:
             return
         finally:
             with self._lock:
-                self._strangers.pop(plain, None)
+                self._unauthenticated.pop(plain, None)
             copy.close()  # does nothing once TLS has taken it over
         with connection:
             port = self._stores.get(name)
@@ -246,12 +246,12 @@ class ProxyServer:
         crowd out the nodes.
         """
         with self._lock:
-            self._strangers[plain] = address
-            if len(self._strangers) <= STRANGERS:
+            self._unauthenticated[plain] = address
+            if len(self._unauthenticated) <= MAX_UNAUTHENTICATED:
                 return
-            crowd = Counter(self._strangers.values()).most_common(1)[0][0]
-            oldest = next(each for each, of in self._strangers.items() if of == crowd)
-            del self._strangers[oldest]
+            crowd = Counter(self._unauthenticated.values()).most_common(1)[0][0]
+            oldest = next(each for each, of in self._unauthenticated.items() if of == crowd)
+            del self._unauthenticated[oldest]
             with contextlib.suppress(OSError):
                 oldest.shutdown(socket.SHUT_RDWR)
 
@@ -264,7 +264,7 @@ class ProxyServer:
 
 
 class ProxyClient:
-    """Proxy client on another node: a loopback port that leads through node 0's gate to one store there.
+    """Proxy client on another node: a loopback port that leads, through node 0's proxy, to one store there.
 
     `name` is the store that new connections ask for; existing ones keep theirs.
     """
@@ -274,13 +274,13 @@ class ProxyClient:
         self._key = key
         self.name = name
         self.port = _Listener(
-            socket.create_server((LOOPBACK, 0), backlog=256), self._serve, "tandem-way"
+            socket.create_server((LOOPBACK, 0), backlog=256), self._serve, "tandem-proxy-client"
         ).port
 
     def check(self) -> None:
-        """Raise OSError, with the reason, if no gate of this job answers."""
+        """Raise OSError, with the reason, if no proxy server of this job answers."""
         if not is_proxy(self._master):
-            raise ProxyRefusedError(NO_GATE)
+            raise ProxyRefusedError(NO_PROXY_SERVER)
         self._through().close()
 
     def _through(self) -> ssl.SSLSocket:

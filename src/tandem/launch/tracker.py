@@ -1,8 +1,8 @@
 """Run the processes that send the run to a tracker and to OpenTelemetry, next to node 0's agent.
 
-They are separate processes so that what their clients import, wait for or break does not affect the agent.
-They learn of the launch's end, even of a killed launch, when their standard input closes. A killed one is
-restarted; the run directory records how far the run has been sent.
+They are separate processes, so that imports, waits and errors of their clients do not affect the agent. When
+their standard input closes, the launch has ended, even if it was killed. A killed process is restarted; the
+run directory records how far the run has been sent.
 """
 
 import logging

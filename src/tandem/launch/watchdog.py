@@ -4,13 +4,13 @@ Ranks report their position to their agent (`heartbeat.py`), agents report to no
 node 0's agent judges. None of this is in the path of a collective. Each part that may block has its own
 thread:
 
-    exchange    talks to the store: publishes this node's ranks, its own metrics, and the alarm
-                (node 0: reads the other nodes')
+    exchange    talks to the store: publishes this node's heartbeats, metrics and alarm
+                (node 0: reads those of the other nodes)
     judge       looks at what is known and never waits; on a node that cannot reach the store, it shuts
                 down the connections to it, which wakes the agent from any blocked read
 
-Steps need all ranks. While the ranks that can be heard finish steps, a silent agent is only that, and its
-ranks do not hang. See docs/architecture.md#hangs.
+A step needs all ranks. So if the ranks that still send heartbeats finish steps, the ranks of a silent agent
+do not hang. See docs/architecture.md#hangs.
 """
 
 import json
@@ -187,7 +187,7 @@ class _Heard:
 
 
 @dataclass(frozen=True)
-class _NodeWords:
+class _NodeBeats:
     """A node's report of its ranks: a number that changes with each report, the beats, and its wall clock."""
 
     number: int
@@ -198,10 +198,9 @@ class _NodeWords:
 class Watchdog:
     """One node's part of hang detection.
 
-    `record_heartbeat` may be called from any thread; the agent begins and ends generations. `registry` is
-    this node's: metrics that only this node has go to node 0 the same way, and are shown there. `on_beats` is
-    called on node 0, several times a second, with what is known of all ranks; `on_exchange` on the others,
-    as often, with the store.
+    `record_heartbeat` may be called from any thread; the agent begins and ends generations. `registry`: this
+    node's metrics, which go to node 0 the same way. On node 0, `on_beats` is called several times a second
+    with the heartbeats of all ranks; on other nodes, `on_exchange` is called as often with the store.
     """
 
     def __init__(
@@ -375,7 +374,7 @@ class Watchdog:
             cut_connections(self._port)
 
     def _log_silent_nodes(self, silent: Mapping[int, float], known: str) -> None:
-        """Log once for each agent that it is silent, which is no hang of its ranks, or heard again."""
+        """Log once for each agent that it is silent (which is no hang of its ranks), or sends again."""
         for node in sorted(silent.keys() - self._unheard):
             text = "node %d's agent has sent no heartbeat for %.1f s; %s"
             log.warning(text, node, silent[node], known)
@@ -422,7 +421,7 @@ class Watchdog:
         for key, value in read_all(store, list(keys), self._known_keys).items():
             node = keys[key]
             try:
-                words = checked(_NodeWords, json.loads(value))
+                words = checked(_NodeBeats, json.loads(value))
                 beats = [checked(Beat, beat) for beat in words.beats]
             except (ValueError, RecursionError) as error:  # counts as silence
                 log.debug("node %d says what is no heartbeat: %s", node, error)
@@ -460,14 +459,11 @@ class Watchdog:
                 self._alarm = alarm
 
     def _tell_beats(self, store: TCPStore, generation: str, beats: list[dict[str, Any]]) -> None:
-        words = _NodeWords(time.monotonic_ns(), beats, time.time())
+        words = _NodeBeats(time.monotonic_ns(), beats, time.time())
         store.set(f"{generation}/pulse/{self._node}", json.dumps(asdict(words)))
 
     def _tell_samples(self, store: TCPStore) -> None:
-        """Publish this node's metrics.
-
-        This happens between generations, too, because the last values of a run count.
-        """
+        """Publish this node's metrics, also between generations, so that the last values are not lost."""
         store.set(f"metrics/{self._node}", pack_samples(self._registry.own()))
 
     def _read_samples(self, store: TCPStore, others: Sequence[int]) -> None:

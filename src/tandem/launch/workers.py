@@ -26,7 +26,7 @@ from tandem.checkpoint.node_memory import NodeMemory
 from tandem.distributed.child_processes import killed_child
 from tandem.distributed.position import Position, RankStart
 from tandem.errors import FINISHED, GPU_FAILED, KILLED, PEER_LOST, STOPPED, shell_code
-from tandem.launch.fork_server import UNKNOWN, fork_server_pid, has_gone, start
+from tandem.launch.fork_server import UNKNOWN, fork_server_pid, has_exited, start
 from tandem.log import log_if_slow
 from tandem.process import (
     Process,
@@ -120,9 +120,9 @@ def _worker_main(
     lifeline: Connection,
     expected: RankStart | None,
 ) -> None:
-    """Enter a worker process: warm up, wait for a position, then be that rank.
+    """Run a worker process: warm up, wait for a position, then run as that rank.
 
-    `expected` is what it will most likely get, if known.
+    `expected`: the start that it will most likely receive, if known.
     """
     os.setsid()  # the session identifies what it starts
     signal.signal(signal.SIGCONT, signal.SIG_DFL)  # replaces the fork server's own handler (descendants.py)
@@ -168,7 +168,7 @@ def _code_of(exitcode: int | None) -> int | None:
     """
     if exitcode is None:
         return None
-    return KILLED if exitcode == UNKNOWN and has_gone() else shell_code(exitcode)
+    return KILLED if exitcode == UNKNOWN and has_exited() else shell_code(exitcode)
 
 
 @dataclass
@@ -201,9 +201,9 @@ def _position_in(start: RankStart | None) -> Position | None:
 class Workers:
     """This node's ranks of one generation after another, running `function`. Not thread-safe.
 
-    Each rank is a new process. While a generation trains, `stand_by` forks the processes of the next one in
-    advance; they call `warm_up(job, expected start)` before they wait. Both functions are sent to the fork
-    server by name, so they are those of a module. `bound_to` maps a
+    Each rank is a new process. While a generation trains, `start_standby` forks the processes of the next
+    one; they call `warm_up(job, expected start)` before they wait. Both functions are sent to the fork server
+    by name, so they must be functions of a module. `bound_to` maps a
     position to a standby key: a standby process only becomes a rank whose position has the same key, because
     it has already read its rank or opened its GPU.
     """
@@ -235,7 +235,7 @@ class Workers:
                 rank.lifeline.send(each)
         return {local_rank: int(rank.process.pid or 0) for local_rank, rank in self._ranks.items()}
 
-    def stand_by(self, count: int) -> None:
+    def start_standby(self, count: int) -> None:
         """Fork one more process for the next generation, unless `count` are waiting (takes about 30 ms).
 
         Discards processes whose key no rank of this generation has, because this node's ranks have changed.
@@ -346,9 +346,9 @@ class Workers:
         return all(code is not None for code in self.codes().values())
 
     def kill(self) -> dict[int, int]:
-        """Kill what still runs, with everything that it has started, and return the exit codes of all ranks.
+        """Kill the running ranks and their descendants; return the exit codes of all ranks.
 
-        The ranks' peers are gone, so there is nothing to save.
+        There is nothing left to save, because the ranks have lost their peers.
         """
         # Before the SIGKILLs below, which would hide how the ranks ended.
         ended = [rank.code for rank in self._ranks.values()]
@@ -372,9 +372,9 @@ class Workers:
         return codes
 
     def left(self) -> list[Process]:
-        """Return what is left of ranks and of everything that they have started.
+        """Return the remaining processes of the ranks and of everything that they started.
 
-        After `kill`, only what cannot be ended.
+        After `kill`, these are the processes that cannot be ended.
         """
         alive = living()
         ours = os.getpid()

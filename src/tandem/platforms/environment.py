@@ -1,7 +1,7 @@
-"""Define what every platform's reader works with: its input `PlatformEnv` and its result `Placement`.
+"""Define the input of every platform's reader, `PlatformEnv`, and its result, `Placement`.
 
-Variables with the same meaning are in the same column, together with the flag for it; those that are set must
-agree. Nothing here resolves a name or opens a connection.
+Variables with the same meaning, and the flag for it, are in one column; all of them that are set must agree.
+This module resolves no names and opens no connections.
 """
 
 import re
@@ -72,7 +72,7 @@ class Placement:
 
     @property
     def is_one_host(self) -> bool:
-        """Whether all nodes are on this host, so that no other host has to be served."""
+        """True if all nodes are on this host, so that no other host must be able to connect."""
         # An elastic job may begin with one node and grow, so its store must be reachable from other hosts.
         return self.nodes_share_host or (self.nodes == 1 and (self.elastic or (1, 1))[1] == 1)
 

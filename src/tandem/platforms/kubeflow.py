@@ -42,7 +42,7 @@ def read(facts: PlatformEnv) -> Placement:
     """Read the position.
 
     With a Master replica, the store is at MASTER_ADDR, even under an elasticPolicy, where PET_RDZV_ENDPOINT
-    names worker 0. Node rank 0 is the master's pod, whose end decides the job, so it has to host the store.
+    points to worker 0. The exit of the master's pod decides the job, so it is node 0 and hosts the store.
     """
     is_v1 = any_set(facts.environ, ONLY_V1)
     facts = facts.on("kubeflow-v1" if is_v1 else "kubeflow-v2", ONLY_V1 if is_v1 else MARKS, COLUMNS)

@@ -1,4 +1,4 @@
-"""Find out which replica of a Compose service this is, and keep it down when a retry cannot help.
+"""Determine which replica of a Compose service this is, and keep it from being retried in vain.
 
 Compose gives all replicas the same environment, but Docker's resolver knows the name of a container's own
 address: <project>-node-<index>. Docker's restart policy distinguishes only zero and nonzero. An end that no
@@ -119,7 +119,7 @@ def _decode(message: bytes, at: int) -> tuple[str, int]:
     return ".".join(labels), after or at + 1
 
 
-def stay_down_code(run_dir: Path, container: str, now: float | None = None) -> int | None:
+def permanent_exit_code(run_dir: Path, container: str, now: float | None = None) -> int | None:
     """Return the code to exit with at once if this container has just ended for good; None to continue."""
     for folder, name in _notes(run_dir, container):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):

@@ -1,4 +1,4 @@
-"""Read the position on Amazon SageMaker: one container per instance, each with the names of all.
+"""Read the position on Amazon SageMaker: one container per instance, each with the host names of all.
 
 The variables are those of SageMaker's training toolkit (ENVIRONMENT_VARIABLES.md of
 aws/sagemaker-training-toolkit) and of the SageMaker SDK's own container setup: SM_HOSTS, "sorted

@@ -1,4 +1,4 @@
-"""The function that every rank of a task runs: build what is trained, train it, and return the exit code."""
+"""The function that every rank of a task runs: build the model and data, train, and return the exit code."""
 
 import logging
 import time
@@ -50,7 +50,7 @@ from tandem.training.saving import warn_of_unsaved_scores
 from tandem.training.shapes import check_model
 from tandem.training.shards import ShardedReading, check_shared
 from tandem.training.train_state import TrainState, recall
-from tandem.training.weights import saved_at, tensors_in
+from tandem.training.weights import load_saved, tensors_in
 
 log = logging.getLogger("tandem.run")
 
@@ -76,7 +76,7 @@ def score(settings: Settings, start: RankStart, source: str) -> dict[str, float]
     strategy = strategies.load_to_evaluate(settings.compute.strategy, world)
     model = strategy.shard(strategy.build(lambda: model_of(task, world.devices)))
     # A run that still trains may save a newer checkpoint at any time, so one rank chooses for all.
-    saved = saved_at(source) if world.is_first else None
+    saved = load_saved(source) if world.is_first else None
     state = broadcast_state(world, saved.state if saved else None, {})
     task.moment.resume(*world.broadcast_json([saved.step, saved.epoch_steps] if saved else None))
     weights = tensors_in(state)
@@ -100,8 +100,8 @@ def run_rank(
     Signal handlers are installed first. `watch_stop_flag`, without an agent, receives the stop flag.
     """
     stop = StopFlag().install()
-    # Without an agent, launch/lone_rank.py reacts to signals from here on. The start below can wait long for
-    # data or for other ranks.
+    # Without an agent, launch/standalone_rank.py reacts to signals from here on. The start below may have to
+    # wait long for data or for other ranks.
     watch_stop_flag(stop)
     session = RankSession(Settings.from_dict(job.settings), start)
     position = session.position
@@ -176,7 +176,7 @@ def warm_up(job: TaskJob, expected: RankStart | None = None) -> None:
 
 
 def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
-    """Build what is trained, load its state, train it, and set the session's exit code."""
+    """Build the model and data, load the state, train, and set the session's exit code."""
     world = session.world
     clock = session.clock
     settings = session.settings
@@ -285,7 +285,7 @@ def _training(
         stop=stop,
         batches=profiled(steps, window, first, profile),
         evaluate=evaluate,
-        ends=train_state.memory.after_evaluation,
+        ends=train_state.task_state.after_evaluation,
         check_replicas=partial(check_replicas, world, train_state.strategy, train_state.model, recorder),
         saver=session.saver,
         step=first,

@@ -1,4 +1,4 @@
-"""`tandem runs --goodput`: where the wall time of runs went, and what each cause has cost."""
+"""`tandem runs --goodput`: show where the wall time of runs went, and how much each cause has cost."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -56,7 +56,7 @@ class History:
             return max((int(point["step"]) for point in self._points[-2:]), default=0)
 
     def take(self, message: Message) -> None:
-        """Keep what the page shows; ignore other messages."""
+        """Store the parts of a message that the page shows; ignore other messages."""
         with self._lock:
             match message:
                 case RunStarted(step):

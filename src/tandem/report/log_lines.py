@@ -40,8 +40,8 @@ class Mark(NamedTuple):
 def new_lines(path: Path, mark: Mark | None, to_the_end: bool = False) -> tuple[list[bytes], Mark | None]:
     """Return the next whole lines after `mark`, at most MOST_BYTES, and the new mark; none at the end.
 
-    `to_the_end`: nothing is written any more, so that a last line without an end counts. If the file was
-    rotated, the older one is read first. Raises OSError, but not if there is no file.
+    `to_the_end`: the file is complete, so an unterminated last line counts. If the file was rotated, the
+    older one is read first. Raises OSError, but not if there is no file.
     """
     with suppress(FileNotFoundError):
         known = path.lstat()

@@ -1,7 +1,7 @@
-"""Tell a person through a webhook (`--notify`) that a run failed, stopped, hung, recovered or finished.
+"""Send a message to a webhook (`--notify`) when a run fails, stops, hangs, recovers or finishes.
 
-Node 0's agent decides what is worth a message, from the events that it writes anyway. A message that was
-delivered becomes an event itself, so that later launches of the run know of it.
+Node 0's agent derives the messages from the events of the run. A delivered message is recorded as an event
+itself, so that later launches of the run do not send it again.
 """
 
 import re
@@ -178,7 +178,7 @@ class Notices:
 
 
 def _how_the_last_launch_ended(events: Iterable[Mapping[str, Any]]) -> str:
-    """Return what a launch that now begins recovers from; "" if the last one finished or stopped."""
+    """Return how the last launch failed, which this one recovers from; "" if it finished or was stopped."""
     how = ""
     for each in events:
         match each.get("kind"):

@@ -1,7 +1,7 @@
-"""Send a run to an OpenTelemetry collector, as its standard variables say; runs in a separate process.
+"""Send a run to an OpenTelemetry collector, configured by its standard variables; runs in a separate process.
 
-Everything is read from files of the run directory, and how far it has been sent is in one of them. So nothing
-is lost if this process is killed, or if the collector is down. https://opentelemetry.io/docs/specs/otel/
+All data comes from files of the run directory, one of which records how much has been sent. So nothing is
+lost if this process is killed or the collector is down. https://opentelemetry.io/docs/specs/otel/
 """
 
 import copy
@@ -130,7 +130,7 @@ class Position:
 
 
 class OtelSending:
-    """Sends the rest of a run to the collector that the variables name."""
+    """Sends the unsent part of a run to the collector in the variables."""
 
     def __init__(self, run: RunDir, secrets: list[str], environ: Mapping[str, str]) -> None:
         """Raises ConfigError if the variables name none, or the package is missing."""
@@ -155,8 +155,8 @@ class OtelSending:
     def send(self, ended: str | None = None) -> int:
         """Send what is new; return how many records. Raises OtlpError, after which nothing is lost.
 
-        `ended`: the state of a launch that has ended. Then all the rest is sent, with what only the end makes
-        known: the last metrics, and the spans that a kill has left open.
+        `ended`: the state of a launch that has ended. All remaining data is then sent, including what is
+        known only at the end: the last metrics, and the spans that a kill has left open.
         """
         self._ended = ended
         if ended is not None:

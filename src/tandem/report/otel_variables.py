@@ -1,4 +1,4 @@
-"""What OpenTelemetry's standard variables ask of this launch, and the attributes of its resource."""
+"""Read OpenTelemetry's standard variables for this launch, and create the attributes of its resource."""
 
 import logging
 import math
@@ -56,7 +56,7 @@ class OtelChoice(NamedTuple):
 
 
 def _of_signal(environ: Mapping[str, str], signal: str, what: str) -> tuple[str, str]:
-    """Return name and value of the variable that counts: the signal's own, if it is set."""
+    """Return the name and value of the variable in effect: the signal's own one, if it is set."""
     own = f"{PREFIX}{signal.upper()}_{what}"
     name = own if environ.get(own) else f"{PREFIX}{what}"
     return name, environ.get(name, "")
@@ -71,7 +71,7 @@ def _interval(environ: Mapping[str, str]) -> float:
 
 
 def is_installed() -> bool:
-    """Return whether the extra `otel` is there."""
+    """Return whether the extra `otel` is installed."""
     with suppress(ModuleNotFoundError):
         return find_spec("opentelemetry.exporter.otlp.proto.http") is not None
     return False

@@ -1,9 +1,9 @@
 """Send spans, logs and metrics over OTLP; the only module that imports OpenTelemetry (the extra `otel`).
 
 Its exporters read endpoints, headers, certificates, compression and timeouts from their own variables
-(OTEL_EXPORTER_OTLP_*). The records are built here instead of by its instruments, because what was measured is
-in files: a counter then keeps its start time when the process that sends it is restarted. `tracking.follow`
-repeats a failed request, so that a collector that is down delays the end of a launch as little as possible.
+(OTEL_EXPORTER_OTLP_*). The records are built here and not by its instruments, because the measurements are in
+files. So a counter keeps its start time when the process that sends it is restarted. `tracking.follow`
+repeats failed requests, so that a collector that is down delays the end of a launch as little as possible.
 """
 
 import logging
@@ -60,14 +60,14 @@ T = TypeVar("T")
 
 
 class OtlpError(Exception):
-    """The collector did not accept data that is worth another attempt."""
+    """The collector did not accept the data, but may accept it later."""
 
 
 class _Session(requests.Session):
-    """Makes one request, and keeps what became of it, which the exporters only log.
+    """Makes one request and stores its result, which the exporters only log.
 
-    The exporters repeat a request until their own timeout, which many set in milliseconds, as other SDKs
-    expect. Therefore they only see failures that are not worth a repetition.
+    The exporters repeat a request until their timeout, which many users set in milliseconds, as for other
+    SDKs. So this class reports to them only failures that they do not repeat.
     """
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class OtlpClient:
         return self._export("metrics", metric_types.MetricsData([data]))
 
     def try_all(self) -> None:
-        """Make the next calls send, even if the collector asked to wait or did not accept this kind."""
+        """Let the next calls send, even if the collector asked to wait or did not accept this kind."""
         self._pauses.clear()
         self._waits.clear()
 

@@ -96,7 +96,7 @@ def table(rows: Sequence[RunRow], folder: Path) -> str:
 
 
 def as_json(rows: Sequence[RunRow], folder: Path) -> dict[str, object]:
-    """Return what `tandem runs --json` prints, except for what it removed."""
+    """Return the output of `tandem runs --json`, without the runs that were removed."""
     runs = [
         {
             "path": str(row.path),

@@ -148,7 +148,7 @@ class HttpSender:
             return self._is_closed or len(self._waiting) == self._waiting.maxlen
 
     def _try(self, make: Make) -> tuple[str, bool]:
-        """Send one request; return what is wrong ("" if nothing is), and whether another may succeed."""
+        """Send one request; return (the error, or "", and whether a retry may succeed)."""
         try:
             request = make()
             data = to_json(request.body).encode()
@@ -172,7 +172,7 @@ class HttpSender:
 
 
 def _reason(error: object) -> str:
-    """Return what is wrong without the address, which an error's text may contain."""
+    """Return the error's text without the address, which may contain a secret."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted: {error.verify_message}"
     if isinstance(error, TimeoutError):

@@ -78,7 +78,7 @@ class MetricsServer:
 
     @property
     def scraped(self) -> bool:
-        """True once Prometheus has read /metrics; a person who looks with curl will not come back."""
+        """True once Prometheus has read /metrics. A read by curl does not count."""
         return self._last_read["/metrics"] > float("-inf")
 
     def scraped_since(self, moment: float) -> bool:

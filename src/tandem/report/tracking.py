@@ -1,7 +1,8 @@
-"""Send to a tracker what the journal has and the tracker lacks; runs in a separate process.
+"""Send the rows of the journal that a tracker lacks; runs in a separate process.
 
-The journal is rewound when a run goes back, so it has each step once. RUN_DIR/tracker.json has the tracker's
-ID of the run, and how far it is. A step that was sent is not sent again when it is repeated.
+When a run resumes from an earlier step, the journal is rewound, so it has each step once.
+RUN_DIR/tracker.json has the tracker's ID of the run, and how much was sent. A repeated step is not sent
+again.
 """
 
 import fcntl
@@ -27,7 +28,7 @@ from tandem.bounded_reader import LINE_BYTES, MARK, MOST_STRAY_LINES, POINT, ope
 from tandem.errors import ConfigError, TandemError
 from tandem.log import setup
 from tandem.report.about import About
-from tandem.rotation import LOG_BYTES, put_aside
+from tandem.rotation import LOG_BYTES, rotate
 from tandem.run.directory import RunDir
 from tandem.telemetry.journal import write_json_atomic
 from tandem.timeouts import (
@@ -224,7 +225,7 @@ LONGEST_REASON = 200
 
 @dataclass(frozen=True)
 class UploadMark:
-    """How far a tracker's run is: `sent` rows in all; the last is row number `rows` of `step`.
+    """The progress of a tracker's run: `sent` rows in all; the last one is row number `rows` of `step`.
 
     `ours` and `run`: the run's ID here, and at the tracker.
     """
@@ -246,7 +247,7 @@ def _kept(found: Any) -> UploadMark:
 
 
 class JournalReader:
-    """The rows of a metrics.jsonl that grows, and whose last lines are removed when the run goes back."""
+    """Reads a metrics.jsonl that grows, and whose last lines are removed when the run is rewound."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -288,7 +289,7 @@ class Upload(Protocol):
 
 
 class Sending:
-    """Sends the rest of a run to the tracker `name`."""
+    """Sends the unsent part of a run to the tracker `name`."""
 
     def __init__(self, run: RunDir, name: str, secrets: list[str]) -> None:
         self._run = run
@@ -425,14 +426,14 @@ def follow_launch(sending: Upload, name: str, config: Mapping[str, object], run:
         return None
 
     path = run.logs / layout.TRACKER_LOG
-    put_aside(path, LOG_BYTES)
+    rotate(path, LOG_BYTES)
     with path.open("a") as own, redirect_stdout(own), redirect_stderr(own):
         return follow(sending, name, until)
 
 
 @contextmanager
 def alone(folder: Path, wait: bool) -> Iterator[None]:
-    """Ensure a single sender: that of a killed launch may still be sending. Raises ConfigError."""
+    """Ensure that there is one sender. That of a killed launch may still be sending. Raises ConfigError."""
     # The lock needs no file in the run, and the kernel releases it however the process ends (flock(2)).
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -96,7 +96,7 @@ class TrainerStatus:
         self._changed()
 
     def take(self, message: Message) -> None:
-        """Keep what the endpoint receives, and post it soon."""
+        """Store the parts of a message that the endpoint gets, and post them soon."""
         with self._lock:
             before = (self._step, self._planned, dict(self._metrics))
             match message:

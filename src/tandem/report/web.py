@@ -81,7 +81,7 @@ class BoundedServer(ThreadingMixIn, HTTPServer):
         return connection, address
 
     def heard(self, connection: socket.socket) -> None:
-        """Record that this client has sent its request, or is gone."""
+        """Record that this client has sent its request, or has disconnected."""
         with self._silent_lock:
             self._silent.pop(connection, None)
 
@@ -124,7 +124,7 @@ SCRAPE_TIMEOUT = "X-Prometheus-Scrape-Timeout-Seconds"
 
 
 class Answers(Protocol):
-    """What a server serves: responses, their Content-Security-Policy, and who may read them."""
+    """The content of a server: its responses, their Content-Security-Policy, and who may read them."""
 
     access: Access
 
@@ -137,7 +137,7 @@ class Answers(Protocol):
 
 
 class WebServer(BoundedServer):
-    """The server, with what its handler needs."""
+    """The HTTP server, with the objects that its handler uses."""
 
     def __init__(self, address: tuple[str, int], family: socket.AddressFamily, owner: Answers) -> None:
         self.owner = owner

@@ -327,10 +327,10 @@ def acquire(
 
 
 def restarted_as(placement: Placement) -> str:
-    """Return a name of this job that survives a restart of its nodes; "" if there is none.
+    """Return a name for this job that stays the same when its nodes are restarted; "" if there is none.
 
-    It is used only on platforms that restart a node after its last start has ended. A pod's name belongs to
-    one job, and its successor is created only once it is gone.
+    Only platforms that restart a node after its last start has ended have one. For example, a pod's name
+    belongs to one job, and the next pod of that name is created only after the last one was deleted.
     """
     if placement.job or placement.platform not in STARTED_ONCE:
         return placement.job

@@ -1,4 +1,4 @@
-"""Describe a user's program, and what its ranks need to know. Standard library only."""
+"""Define a user's program, and the settings that its ranks need. Standard library only."""
 
 import os
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ class Job:
 
     `logs`: the directory of the ranks' logs. `variables`: the settings that were given, as TANDEM_ variables.
     `hang_timeout`: seconds, or None to derive it from the step time. `patience`: seconds that a start, an
-    evaluation or a save may take. `cold`: each rank is a new interpreter.
+    evaluation or a save may take. `fresh_interpreter`: each rank is a new interpreter.
     """
 
     program: Program
@@ -52,7 +52,7 @@ class Job:
     hang_timeout: float | None
     patience: float
     json_lines: bool
-    cold: bool
+    fresh_interpreter: bool
 
 
 def problem_of_script(path: Path) -> str | None:

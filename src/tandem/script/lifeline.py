@@ -1,4 +1,4 @@
-"""Watch a rank's pipe from its agent: the rank exits when it closes, and answers what the agent asks."""
+"""Watch the pipe from the agent to a rank: answer the agent's requests, and exit when it is closed."""
 
 import os
 import struct

@@ -44,7 +44,7 @@ MAX_HOOKS = 5
 RECENT_PLACES = 200  # heartbeats, of which there are four a second
 
 
-class Pace:
+class StepHistory:
     """One rank's recent steps.
 
     The training thread writes it, and any thread may read it. Imports torch on first use.
@@ -122,7 +122,7 @@ INSTALLED = ("/site-packages/", "/dist-packages/", sysconfig.get_path("stdlib") 
 OURS = str(Path(__file__).parent.parent) + "/"
 
 
-class Watch:
+class ScriptMonitor:
     """Count one rank's steps, and locate it by its stack for its heartbeats, from construction on.
 
     `imports`: the file for what the script has imported (`imports_file`).
@@ -147,7 +147,7 @@ class Watch:
         self._times: deque[float] = deque(maxlen=RECENT_STEPS)
         self._last_state = ""
         self._since = running_clock.now()
-        self._pace = Pace()
+        self._history = StepHistory()
         if position.rank == 0:
             self._send_samples(
                 metrics.WORLD_SIZE.set(position.world_size),
@@ -201,7 +201,7 @@ class Watch:
             self.steps = self.steps + 1
             self._ended_at = now
         if not self._is_silent:
-            self._pace.stepped(optimizer)
+            self._history.stepped(optimizer)
             profiling.step_ended(self.steps)
         if self.steps == 1 and self._position.local_rank == 0:
             self._save_imports()
@@ -226,8 +226,8 @@ class Watch:
         # uses a core.
         waiting = in_distributed or (in_autograd and not thread.is_busy())
         if not waiting:
-            self._pace.seen_at(place)
-        own, quick, doing = self._pace.typical()
+            self._history.seen_at(place)
+        own, quick, doing = self._history.typical()
         state = f"{place} step {self.steps} {waiting}"
         if state != self._last_state:
             self._last_state = state

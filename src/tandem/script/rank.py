@@ -35,7 +35,7 @@ from tandem.script.execute import (
 )
 from tandem.script.job import Job, error_file, set_variables
 from tandem.script.lifeline import descriptor_for_exec
-from tandem.script.observer import Watch, imports_file
+from tandem.script.observer import ScriptMonitor, imports_file
 from tandem.signals import default_signals
 from tandem.telemetry.channel import sender
 from tandem.telemetry.stacks import keep_stacks
@@ -43,7 +43,7 @@ from tandem.text import with_type
 
 log = logging.getLogger("tandem.run")
 
-COLD = "tandem.script.cold"
+FRESH_INTERPRETER_MODULE = "tandem.script.fresh_interpreter"
 OTHER_THREADS = threading.active_count() - 1
 """Threads of the fork server after its imports; a fork loses them."""
 
@@ -51,14 +51,14 @@ OTHER_THREADS = threading.active_count() - 1
 def run_rank(job: Job, start: RankStart) -> NoReturn:
     """Become the rank in a process that the agent's fork server forked, by calling the script or by exec."""
     position = start.position
-    default_signals(spares=job.program.kind != "command")
+    default_signals(ignore_unhandled=job.program.kind != "command")
     set_variables(job, start)
     if job.program.kind == "command":
         _write_to_log(job, position.rank)
         _end_with_fork_server()
         os.execvp(job.program.target, [job.program.target, *job.program.arguments])
-    if job.cold:
-        _exec_cold(job, start)
+    if job.fresh_interpreter:
+        _exec_fresh_interpreter(job, start)
     problem = unfit_to_fork()
     if problem:
         if position.local_rank == 0:
@@ -66,7 +66,7 @@ def run_rank(job: Job, start: RankStart) -> NoReturn:
                 f"tandem: {problem}; ranks start in new interpreters (as with --fresh-interpreter)",
                 file=sys.stderr,
             )
-        _exec_cold(job, start)
+        _exec_fresh_interpreter(job, start)
     forget_the_fork(start.grant.folder)
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and int(threads) > 0 and "torch" in sys.modules:
@@ -76,9 +76,9 @@ def run_rank(job: Job, start: RankStart) -> NoReturn:
 
 
 def warm_up(job: Job, expected: RankStart | None) -> None:
-    """Prepare a standby process: import what the script has imported, as the rank that it will be."""
+    """Prepare a standby process: import the modules that the script imported, as the rank that it will be."""
     # An exec would lose the imports.
-    if job.cold or job.program.kind == "command" or expected is None:
+    if job.fresh_interpreter or job.program.kind == "command" or expected is None:
         return
     set_variables(job, expected)  # some packages read their rank when they are imported
     names = json.loads(imports_file(expected.grant).read_text())
@@ -107,7 +107,7 @@ def run_program(job: Job, start: RankStart) -> NoReturn:
     record = _write_to_log(job, position.rank)
     setup(None, position.rank, position.node_rank, True, job.json_lines)
     keep_stacks(Path(job.logs), position.rank)
-    watch = Watch(job, position, sender(grant.sample_socket), imports_file(grant))
+    watch = ScriptMonitor(job, position, sender(grant.sample_socket), imports_file(grant))
     launched = positions.launched = positions.Launched(start, watch.hand_over)
     code = _run(job, position, path, record)
     try:
@@ -119,7 +119,7 @@ def run_program(job: Job, start: RankStart) -> NoReturn:
 
 
 def _run(job: Job, position: Position, path: Path, record: Any) -> int:
-    """Run the script; return its exit code. What ended the rank is recorded at `path`."""
+    """Run the script and return its exit code. The error that ended it, if any, is recorded at `path`."""
     try:
         execute(job.program)
         return FINISHED
@@ -281,14 +281,18 @@ def _copying(stream: Any, copy: Any) -> io.TextIOWrapper:
     return io.TextIOWrapper(raw, *options)
 
 
-def _exec_cold(job: Job, start: RankStart) -> NoReturn:
-    """Become a new interpreter with the same process ID."""
+def _exec_fresh_interpreter(job: Job, start: RankStart) -> NoReturn:
+    """Replace this process by a new interpreter, which has the same process ID."""
     path = error_file(start.grant, start.position.rank).with_name("job.pickle")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(pickle.dumps((job, start.with_memories(()), descriptor_for_exec())))
     _end_with_fork_server()
     flags = cast(Any, subprocess)._args_from_interpreter_flags()
-    os.execve(sys.executable, [sys.executable, *flags, "-m", COLD, str(path)], safe_path(os.environ))
+    os.execve(
+        sys.executable,
+        [sys.executable, *flags, "-m", FRESH_INTERPRETER_MODULE, str(path)],
+        safe_path(os.environ),
+    )
 
 
 def _end_with_fork_server() -> None:

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tandem.config.task_names import VALID, parsed
 from tandem.data.datasets import Datasets, install_vision
-from tandem.data.fetch import Collate, StepContext, asking
+from tandem.data.fetch import Collate, StepContext, with_step_context
 from tandem.data.loader import batch_size_of
 from tandem.errors import ConfigError, TandemError
 from tandem.tasks.mistakes import Outputs, loss_and_sums, weight_of, where
@@ -92,7 +92,7 @@ def _hints(task_class: type[Any], name: str) -> dict[str, Any]:
 def _convert(kind: Any, text: str) -> Any:
     """Convert `text` to `kind`, or to the first type of a union that accepts it. Raises ValueError.
 
-    The error's text says what is valid.
+    The error's text says which values are valid.
     """
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     if NoneType in kinds and text.lower() in ("", "none"):
@@ -123,7 +123,7 @@ def _hint(field: str, known: list[str]) -> str:
 
 NEAR = 0.9
 """How similar a method's name must be to an optional one to count as a typo, such as "build_schedule"."""
-MEANT = {
+NAMES_ELSEWHERE = {
     "collate_fn": "collate",
     "configure_optimizers": "build_optimizer",
     "build_lr_scheduler": "build_scheduler",
@@ -146,7 +146,7 @@ class Task(Protocol):
 
 
 class WholeTask:
-    """A task with all methods: its own, and the defaults here for those that it lacks.
+    """A task with all methods: its own, and the defaults of this class for those that it does not define.
 
     `own`: names of the methods that the task defines. `moment`: the `step` and `epoch` for a `loss` or a
     `collate` that takes them; the training loop updates it.
@@ -157,8 +157,8 @@ class WholeTask:
         for name in self.own.union(REQUIRED_METHODS):
             setattr(self, name, getattr(task, name, None))
         self.moment = StepContext()
-        self.loss = asking(self.loss, 2, self.moment)
-        self.collate = asking(self.collate, 1, self.moment)
+        self.loss = with_step_context(self.loss, 2, self.moment)
+        self.collate = with_step_context(self.collate, 1, self.moment)
 
     build_model: Callable[[], nn.Module]
     build_datasets: Callable[[], Datasets]
@@ -376,7 +376,7 @@ def _check_similar_names(found: type[Any]) -> type[Any]:
     for name, _ in inspect.getmembers(found, inspect.isroutine):
         if name[0] == "_" or hasattr(WholeTask, name) or name in REQUIRED_METHODS:
             continue
-        near = MEANT.get(name) or nearest(name, optional, NEAR)
+        near = NAMES_ELSEWHERE.get(name) or nearest(name, optional, NEAR)
         if near in optional:
             raise ConfigError(
                 f"{found.__name__}.{name} would never be called{did_you_mean(near)} "

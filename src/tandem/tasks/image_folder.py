@@ -22,7 +22,7 @@ _MEAN = (0.485, 0.456, 0.406)  # of ImageNet
 _STD = (0.229, 0.224, 0.225)
 
 
-class Pictures(Dataset[tuple[Any, int]]):
+class ImageFiles(Dataset[tuple[Any, int]]):
     """The images in `folder`/CLASS in the order of torchvision's ImageFolder; errors name the file."""
 
     def __init__(self, folder: Path, classes: Sequence[str], transform: Callable[[Any], Any]) -> None:
@@ -105,9 +105,9 @@ class ImageFolder:
     def loss(self, model: nn.Module, batch: Any) -> LossAndSums:
         return cross_entropy(model, batch)
 
-    def _folder(self, part: str, classes: Sequence[str], transform: Any) -> Pictures:
+    def _folder(self, part: str, classes: Sequence[str], transform: Any) -> ImageFiles:
         try:
-            return Pictures(self.data_dir / part, classes, transform)
+            return ImageFiles(self.data_dir / part, classes, transform)
         except FileNotFoundError as error:  # a class without images
             raise ConfigError(f"{self.data_dir / part} is incomplete ({one_line(error)})") from error
 

@@ -1,4 +1,4 @@
-"""The clock of a rank's phases: the loop and the step report what begins, and all others read it here.
+"""The clock of a rank's phases: the loop and the step report each phase's start, and other modules read it.
 
 There are two levels. A run has one activity (`with clock.phase("eval"):`). Within the activity "train", a
 step goes through its phases (`clock.enter("forward")`). Heartbeat, meter, displays and log are readers. A
@@ -168,7 +168,7 @@ class Clock:
         self.entered += 1
 
     def _compiles(self) -> None:
-        """Mark a compilation as a separate phase: a new shape compiles for as long as the first step took."""
+        """Mark a compilation as a separate phase: it may take as long as the one in the first step."""
         self._compilations.append(self.current)
         self._enter("compile")
 

@@ -14,7 +14,7 @@ from tandem.torch_private import flight_record
 
 
 class ClockLocator:
-    """A rank that is stuck for as long as a hang writes torch's flight recorder to `path`."""
+    """Locate a rank by its clock; if it hangs, write torch's flight recorder to `path`."""
 
     def __init__(self, clock: Clock, path: Path) -> None:
         self._clock = clock

@@ -28,7 +28,7 @@ class HangLimits:
     hang_timeout: float | None
     patience: float
 
-    def of_silence(self, typical_step: float | None) -> float:
+    def silence_limit(self, typical_step: float | None) -> float:
         """Return the limit for silence, and for waits in different collectives; None: not trained yet."""
         if self.hang_timeout is not None:
             return self.hang_timeout
@@ -36,14 +36,14 @@ class HangLimits:
             return STARTING_HANG_SECONDS
         return max(SHORTEST_HANG_SECONDS, STEPS_PER_HANG * typical_step)
 
-    def of_idling(self, longest_step: float) -> float:
+    def idle_limit(self, longest_step: float) -> float:
         """Return the limit for a rank that trains but shows no work."""
         if self.hang_timeout is not None:
             return self.hang_timeout
         # Not the typical step: a step that compiled or waited for a volume may recur, and was no hang.
         return max(IDLE_HANG_SECONDS, LONGEST_PER_HANG * longest_step)
 
-    def of_work(self, trains: bool) -> float:
+    def phase_limit(self, trains: bool) -> float:
         """Return the limit for a whole phase; that of a step if the rank `trains`."""
         return self.hang_timeout if trains and self.hang_timeout is not None else self.patience
 
@@ -101,7 +101,7 @@ class Alarm:
 
 @dataclass(frozen=True)
 class HangHistory:
-    """What earlier generations of a run learned: a hang, and the longest limit from their step times."""
+    """Results of a run's earlier generations: the last hang, and the longest limit from their step times."""
 
     hang: Alarm | None = None
     idle_limit: float = 0.0

@@ -39,7 +39,7 @@ class HealthLimits:
         return cls(launch.master_timeout, timeouts.phase_timeout, timeouts.hang_seconds)
 
     def of(self, state: str) -> float:
-        """Return the limit of what a node does: a state of its agent, or an activity of its ranks."""
+        """Return the time limit of an agent's state or of an activity of its ranks."""
         if state in ("starting", "rendezvous"):
             return SLACK_SECONDS + self.master_timeout
         if state == "train" and self.hang_timeout is not None:

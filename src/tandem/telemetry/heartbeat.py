@@ -59,7 +59,7 @@ class Locator(Protocol):
         ...
 
     def locate(self, now: float, thread: ThreadActivity) -> Location:
-        """Return the location at `now`; `thread` knows what the training thread does."""
+        """Return the location at `now`; `thread` observes the training thread."""
         ...
 
     def beat(self, sent: Heartbeat) -> None:
@@ -99,12 +99,12 @@ class Heartbeats:
                 activity=at.activity,
                 phase=at.phase,
                 quiet=round(quiet, 3),
-                limit=limits.of_work(at.has_step_limit),
-                hang=limits.of_silence(at.typical_step if at.has_trained else None),
+                limit=limits.phase_limit(at.has_step_limit),
+                hang=limits.silence_limit(at.typical_step if at.has_trained else None),
                 trained=at.has_trained,
                 waiting=at.is_waiting,
                 idle=round(idle, 3),
-                idle_limit=limits.of_idling(at.longest_step) if at.has_idle_limit else limits.patience,
+                idle_limit=limits.idle_limit(at.longest_step) if at.has_idle_limit else limits.patience,
                 own=at.own,
                 quick=at.quick,
                 doing=at.doing,

@@ -1,7 +1,7 @@
-"""Report what a rank's memory holds, on request of its agent: by torch's allocator on GPUs, or tracemalloc.
+"""Report what uses a rank's memory, when its agent asks: by torch's allocator on GPUs, else by tracemalloc.
 
-tracemalloc knows only what Python allocates while it is on, so it is on for some seconds and slows the rank's
-Python code meanwhile. It does not see the data of CPU tensors; those are counted as objects.
+tracemalloc knows only what Python allocates while it is on. It is on for some seconds, during which the
+rank's Python code is slower. It does not see the data of CPU tensors; those are counted as objects.
 """
 
 import gc
@@ -82,7 +82,7 @@ def _tensors(torch: Any) -> list[dict[str, Any]]:
 
 
 def _allocated_lines(seconds: float) -> list[dict[str, Any]]:
-    """Return the lines that allocated most of what is still in use after `seconds`."""
+    """Return the lines that allocated most of the memory that is still in use after `seconds`."""
     is_ours = not tracemalloc.is_tracing()
     if is_ours:
         tracemalloc.start()

@@ -79,7 +79,7 @@ class Gauge(Family):
         return Sample(self.name, labels, value)
 
     def clear(self) -> Sample:
-        """Drop all series, for example of ranks that are gone."""
+        """Drop all series, for example of ranks that have ended."""
         return Sample(self.name, {}, None)
 
 

@@ -419,7 +419,7 @@ class Recorder:
             self._send(Samples(list(samples)))
 
     def close(self) -> None:
-        """Send what is left and close the displays."""
+        """Send the remaining samples and close the displays."""
         with reporting("close the displays"):
             self._judge_ranks(self._stragglers.arrived(wait=True))
             self.samples(*self._steps_since_last())

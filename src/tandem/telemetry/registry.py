@@ -1,6 +1,6 @@
 """The values of all metrics: samples change them, and a page shows them.
 
-A sample may be wrong or malicious without harm: what cannot be applied is counted in
+Wrong or malicious samples do no harm: those that cannot be applied are only counted in
 `tandem_collect_errors{source}`.
 """
 
@@ -125,7 +125,7 @@ class Registry:
                 self._try(self._take_of_node, node, sample)
 
     def forget_node(self, node: int) -> None:
-        """Drop the gauges of a node that is gone; its counters stay."""
+        """Drop the gauges of a node that has left; its counters stay."""
         with self._lock:
             for name, family in self._families.items():
                 metric = self._metrics[name]

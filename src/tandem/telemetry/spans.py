@@ -18,7 +18,7 @@ from typing import Any
 
 from tandem import layout
 from tandem.bounded_reader import content, parsed
-from tandem.rotation import LOG_BYTES, appending, put_aside
+from tandem.rotation import LOG_BYTES, appending, rotate
 from tandem.telemetry.agent_state import process_age_seconds
 from tandem.telemetry.journal import to_json
 from tandem.telemetry.ledger import FINISHED, OTHER, STOPPED, cause_in, cause_of
@@ -297,7 +297,7 @@ class OtelFiles:
             line = {**line, "logs": self._earlier}
             self._logs.mkdir(parents=True, exist_ok=True)
         path = self._logs / layout.OTEL_SPANS
-        put_aside(path, LOG_BYTES)
+        rotate(path, LOG_BYTES)
         # A killed agent may have left a line without an end.
         before = "\n" if is_first else ""
         with appending(path) as file:

@@ -1,9 +1,9 @@
 """Stacks of a rank's threads, without a signal that its program may use.
 
 Ranks write them to their log directory when their agent reports a hang, and `thread_stacks` returns them for
-`tandem stacks`. A rank that no longer runs Python (C code that holds the interpreter's lock) is asked by a
-signal, which a C handler receives. No other rank gets this signal: a program may have replaced the handler
-with one in Python, which does not run in such a rank either.
+`tandem stacks`. A rank that no longer runs Python, because C code holds the interpreter's lock, gets a signal
+instead, whose handler is in C. Other ranks do not get the signal, because the program may have installed its
+own handler in Python.
 """
 
 import faulthandler
@@ -18,7 +18,7 @@ from types import FrameType
 from typing import IO, Any
 
 from tandem import layout
-from tandem.rotation import LOG_BYTES, put_aside
+from tandem.rotation import LOG_BYTES, rotate
 
 log = logging.getLogger("tandem.run")
 
@@ -43,7 +43,7 @@ def keep_stacks(directory: Path, rank: int) -> None:
     global _file
     path = stacks_file(directory, rank)
     try:
-        put_aside(path, LOG_BYTES)
+        rotate(path, LOG_BYTES)
         _file = path.open("a")
     except OSError as error:  # training does not depend on it
         log.debug("no stacks will be written: %s", error)

@@ -93,7 +93,7 @@ class Gathering:
 class Verdict:
     """The comparison of ranks in an interval of `seconds`: the slowest, by how much, and in which phase.
 
-    `marked`: it stands out in this interval. `StragglerWatch` reports a rank that is marked in several.
+    `marked`: the rank is clearly slower in this interval. `StragglerWatch` reports it after several of them.
     """
 
     fastest: float

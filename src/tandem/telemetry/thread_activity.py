@@ -96,9 +96,10 @@ class ThreadActivity:
 
 
 def in_collective(frame: FrameType | None) -> bool:
-    """Return True if a thread at this frame is in a collective, without other code further in.
+    """Return True if a thread at this frame waits in a collective.
 
-    The own code of a wrapped model has torch.distributed further out in its stack, but does not wait in it.
+    Only the innermost frames count: the code of a wrapped model also has torch.distributed in its stack,
+    further out, but does not wait there.
     """
     if frame is not None and frame.f_code.co_filename.endswith("/torch/nn/parallel/distributed.py"):
         return True  # DDP exchanges buffers

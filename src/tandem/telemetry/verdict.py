@@ -1,8 +1,8 @@
-"""Say in one sentence what limits a run and what to try next, from its metrics; pure.
+"""Derive one sentence from a run's metrics: what limits the run, and what to try next. Pure.
 
-The page of metrics is all that is read, so a live run, its summary and a report of it say the same. A rank's
-own time and data time, and the typical step, are medians of the last log interval. Everything else counts
-since the launch. Where the numbers prove nothing, there is no sentence.
+The metrics page is the only input, so a live run, its summary and its report get the same sentence. A rank's
+own time and data time, and the typical step, are medians of the last log interval. All other numbers count
+from the start of the launch. If the numbers prove nothing, there is no sentence.
 """
 
 import math
@@ -94,7 +94,7 @@ class _Limit(NamedTuple):
 
 
 def measured(page: str, settings: Mapping[str, object]) -> Measured:
-    """Return what a page of metrics in Prometheus' text format says; invalid lines count as absent."""
+    """Parse a page of metrics in Prometheus' text format; invalid lines are ignored."""
     found = _series(page)
 
     def value(family: metrics.Family, **labels: str) -> float | None:
@@ -164,7 +164,7 @@ def _of_the_wall_time(run: Measured, whole: float) -> Iterable[_Limit]:
 
 
 def _of_a_step(run: Measured) -> Iterable[_Limit]:
-    """Yield what a step is limited by; shares are of a step."""
+    """Yield the limits of a step; shares are of the step's time."""
     slow = run.straggler
     step = run.step or (max(each.own for each in run.ranks) if slow is not None and run.ranks else None)
     if not step or step <= 0:

@@ -21,7 +21,7 @@ from tandem.torch_private import copy_all, is_batchnorm
 
 log = logging.getLogger("tandem.run")
 
-Place = tuple[nn.Module, str]
+BufferOwner = tuple[nn.Module, str]
 
 
 class KeptBuffers:
@@ -33,12 +33,12 @@ class KeptBuffers:
 
     def __init__(self, modules: Callable[[], Iterable[nn.Module]]) -> None:
         self._modules = modules
-        self._empty: list[Place] = []  # registered without a tensor
-        self._kept: list[tuple[list[Place], list[torch.Size], Tensor]] = []
+        self._empty: list[BufferOwner] = []  # registered without a tensor
+        self._kept: list[tuple[list[BufferOwner], list[torch.Size], Tensor]] = []
 
     def keep(self) -> None:
         """Copy the buffers as they are now."""
-        groups: dict[tuple[torch.dtype, torch.device], list[tuple[Place, Tensor]]] = {}
+        groups: dict[tuple[torch.dtype, torch.device], list[tuple[BufferOwner, Tensor]]] = {}
         self._empty = []
         for owner, buffer in self._live():
             if buffer is None:
@@ -56,7 +56,7 @@ class KeptBuffers:
         The host does not wait for `found` unless a buffer's shape or dtype has changed.
         """
         new = {owner for owner, buffer in self._live() if buffer is not None}
-        replaced: list[tuple[Place, Tensor]] = []
+        replaced: list[tuple[BufferOwner, Tensor]] = []
         for owners, shapes, flat in self._kept:
             parts = torch.split(flat, [shape.numel() for shape in shapes])
             before = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -78,7 +78,7 @@ class KeptBuffers:
             for module, name in new.difference(self._empty):
                 del module._buffers[name]
 
-    def _live(self) -> Iterator[tuple[Place, Tensor | None]]:
+    def _live(self) -> Iterator[tuple[BufferOwner, Tensor | None]]:
         for module in self._modules():
             for name, buffer in module._buffers.items():
                 yield (module, name), buffer

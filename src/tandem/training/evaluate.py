@@ -79,7 +79,7 @@ class Outputs:
     def scores(self) -> dict[str, float]:
         """Call `evaluate_all` on rank 0, and return its scores on all ranks. All ranks call this.
 
-        Raises ConfigError for rows that cannot be combined and for invalid scores, and what the task raises.
+        Raises ConfigError for rows that cannot be combined and for invalid scores, and errors of the task.
         """
         parts = self._gathered()
         found = None
@@ -182,7 +182,7 @@ REHEARSED_SAMPLES = 2
 
 
 def evaluation_batch_size(config: EvaluationConfig, data: DataConfig, world: ProcessGroup) -> int:
-    """Return the samples per rank and evaluation pass: the setting, or as many as in a training pass."""
+    """Return the samples per rank and evaluation pass: the setting, or the number in a training pass."""
     share = -(-data.batch_size // world.size)
     # A pass in training needs more memory, so as many samples fit in an evaluation.
     return config.eval_batch_size or min(data.micro_batch_size or share, share)
@@ -220,7 +220,7 @@ class Evaluation:
         """Score a few samples and discard the result, so that an error shows before the first step.
 
         All ranks call this. It does not change the model, and each step sets the random state itself. Data
-        that can be read only once is left alone. Raises ConfigError, and what the task raises.
+        that can be read only once is not read. Raises ConfigError, and errors of the task.
         """
         self.exchanges.clear()  # they may come from a checkpoint, and the task may have changed
         for _, each in self._sets():

@@ -26,7 +26,7 @@ from tandem.tasks.mistakes import kind, mistake
 from tandem.text import one_line
 from tandem.training.shapes import check_model
 from tandem.training.train_state import recall
-from tandem.training.weights import Saved, saved_at, tensors_in
+from tandem.training.weights import SavedCheckpoint, load_saved, tensors_in
 
 SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt", "dcp": ".dcp"}
 
@@ -39,7 +39,7 @@ def export(source: str, kind: str, output: Path | None) -> str:
     """
     write = _writers()[kind]
     try:
-        saved = saved_at(source)
+        saved = load_saved(source)
     except UnloadableError as error:
         raise ConfigError(str(error)) from error
     try:
@@ -56,7 +56,7 @@ def export(source: str, kind: str, output: Path | None) -> str:
     )
 
 
-def path_for(saved: Saved, suffix: str, output: Path | None) -> Path:
+def path_for(saved: SavedCheckpoint, suffix: str, output: Path | None) -> Path:
     """Return the output path. Raises ConfigError if it already exists."""
     path = output or Path(f"{saved.run_name}-step-{saved.step}{suffix}")
     # A broken link counts, too, because os.replace would overwrite it.
@@ -65,7 +65,7 @@ def path_for(saved: Saved, suffix: str, output: Path | None) -> Path:
     return path
 
 
-def facts_of(saved: Saved, digest: str) -> dict[str, str]:
+def facts_of(saved: SavedCheckpoint, digest: str) -> dict[str, str]:
     """Return the metadata for file formats that can store it next to the tensors."""
     task = str(saved.info.get("task", ""))
     # transformers refuses a safetensors file without this format.
@@ -137,17 +137,17 @@ TOLERANCE = 1e-5
 NEEDED = "--format onnx needs onnx and onnxscript: pip install 'tandem-train[export]'"
 
 
-class Call(NamedTuple):
+class ExampleCall(NamedTuple):
     """How the task calls its model with a batch of `size` samples."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     size: int
 
-    def of(self, size: int) -> "Call":
+    def of(self, size: int) -> "ExampleCall":
         """Return the same call with the first `size` samples."""
         args, kwargs = trees.tree_map(lambda leaf: leaf[:size] if self._has_samples(leaf) else leaf, self[:2])
-        return Call(args, kwargs, size)
+        return ExampleCall(args, kwargs, size)
 
     def shapes(self, model: nn.Module) -> dict[str, Any]:
         """Return dynamic shapes for torch.export: dimension 0 is variable where it has one row per sample."""
@@ -163,7 +163,7 @@ class Call(NamedTuple):
 
 
 def export_model(
-    source: str, form: str, output: Path | None, settings_of: Callable[[Saved], Settings]
+    source: str, form: str, output: Path | None, settings_of: Callable[[SavedCheckpoint], Settings]
 ) -> str:
     """Write the model with the weights at `source` in the format `form`; return a line about it.
 
@@ -171,7 +171,7 @@ def export_model(
     such checkpoint, for weights of another model, for a model that cannot be exported, and if the ONNX
     model's output differs.
     """
-    saved = saved_at(source)
+    saved = load_saved(source)
     settings = settings_of(saved)
     path = path_for(saved, "" if form == "hf" else f".{form}", output)
     state = saved.state
@@ -217,7 +217,7 @@ def _saver(task: WholeTask, model: nn.Module) -> Callable[[Path], None]:
     return write
 
 
-def call_of(task: WholeTask, datasets: Datasets, model: nn.Module) -> Call:
+def call_of(task: WholeTask, datasets: Datasets, model: nn.Module) -> ExampleCall:
     """Return how the task calls its model with a few evaluation samples.
 
     Uses training samples if there is no evaluation set.
@@ -228,10 +228,10 @@ def call_of(task: WholeTask, datasets: Datasets, model: nn.Module) -> Call:
     batch = next(batches, None)
     if batch is None:
         raise ConfigError("the task's datasets have no samples to trace the model with")
-    calls: list[Call] = []
+    calls: list[ExampleCall] = []
 
     def remember(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append(Call(args, kwargs, batch_size_of(batch)))
+        calls.append(ExampleCall(args, kwargs, batch_size_of(batch)))
 
     # Only the task knows how a batch becomes the model's arguments, so its own call is recorded.
     with model.register_forward_pre_hook(remember, with_kwargs=True), torch.no_grad():
@@ -244,7 +244,7 @@ def call_of(task: WholeTask, datasets: Datasets, model: nn.Module) -> Call:
     return calls[0]
 
 
-def write_onnx(model: nn.Module, call: Call, path: Path, facts: Mapping[str, str]) -> str:
+def write_onnx(model: nn.Module, call: ExampleCall, path: Path, facts: Mapping[str, str]) -> str:
     """Write the model's graph, compare it with the model, and return its inputs and outputs as text."""
     try:
         import onnx  # noqa: F401
@@ -281,7 +281,7 @@ def _input_text(value: Any) -> str:
     return f"{value.name} [{', '.join(map(str, value.shape or ()))}]"
 
 
-def _compared(model: nn.Module, path: Path, calls: list[Call]) -> str:
+def _compared(model: nn.Module, path: Path, calls: list[ExampleCall]) -> str:
     """Return how far ONNX is from PyTorch, as text. Raises ConfigError if it is too far."""
     try:
         import onnxruntime

@@ -151,7 +151,7 @@ def train(t: TaskLoopState) -> bool:
             next_dry_step = (epoch + 1) * an_epoch if "freeze" in t.task.own else planned
         rate = t.schedule.set(t.step)
         consensus = t.stepper.take(micro_batches, t.step, proposal)
-        # Without an agent, launch/lone_rank.py ends a process that has nothing new to save yet. See
+        # Without an agent, launch/standalone_rank.py ends a process that has nothing new to save yet. See
         # docs/architecture.md#a-sigterm.
         t.stop.is_polled = True
         # torch warns if a scheduler steps before its optimizer, and then skips the first rate.

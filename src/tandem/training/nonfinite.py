@@ -1,7 +1,7 @@
 """Handle non-finite losses and gradients: keep them out of the state, agree on them, count and name them.
 
-Whether a loss or gradient is not finite on any rank is part of each step's exchange, so every rank comes to
-the same answer without an extra collective. See docs/architecture.md#the-telemetry-parameter.
+In each step, the ranks exchange whether any loss or gradient is not finite, together with the gradients. So
+all ranks decide the same, without an extra collective. See docs/architecture.md#the-telemetry-parameter.
 """
 
 import logging
@@ -73,7 +73,7 @@ class Guard:
         return found
 
     def update(self, found: Tensor, clip: Callable[[], None]) -> None:
-        """Unscale, clip and step, unless `found` says that the step must be left out."""
+        """Unscale, clip and step, unless `found` says that the step must be skipped."""
         if self._scaler.is_enabled():
             self._show_scaler(found)
             self._scaler.unscale_(self._optimizer)
@@ -165,7 +165,7 @@ def note_all_nonfinite(gradients: Sequence[Tensor], found: Tensor, one: Tensor) 
 
 
 class Policy:
-    """Decide what a skipped step means for the run; every rank has one, and all decide alike.
+    """Decide what a skipped step means for the run. Every rank decides, and all decide the same.
 
     `is_scaled`: whether a GradScaler scales the loss; it adjusts its scale by overflowing gradients.
     `culprit(step)`: a description of the first tensor that was not finite in the 0-based `step`; all ranks
@@ -186,7 +186,7 @@ class Policy:
         self._skipped = self._last_step = self._in_a_row = 0
 
     def consider(self, consensus: Consensus) -> None:
-        """Count a step that was left out. Raises NonFiniteError if the run has to end."""
+        """Count a skipped step. Raises NonFiniteError if the run must end."""
         if not consensus.is_skipped:
             return
         step = consensus.step + 1

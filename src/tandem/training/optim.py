@@ -25,7 +25,7 @@ from tandem.text import one_line
 # The learning rate of each step according to the settings.
 
 
-class Rates:
+class LearningRates:
     """A pure function of the step, so it has no state to save.
 
     It depends on the global batch size, not on the number of ranks.
@@ -263,7 +263,7 @@ class Schedule:
             {name: deepcopy(group[name]) for name in group if name in SCHEDULED or name not in names}
             for group, names in zip(optimizer.param_groups, before, strict=True)
         ]
-        self._rates = Rates(config, batch_size, epoch_steps, planned)
+        self._rates = LearningRates(config, batch_size, epoch_steps, planned)
         self._fixed = "build_optimizer" in task.own
         self._config = config
 
@@ -273,7 +273,7 @@ class Schedule:
         return self._own is None and not self._fixed
 
     def describe(self) -> str:
-        """Return one line about where the rates come from."""
+        """Return one line that says how the learning rates are derived."""
         if self.is_by_settings:
             return str(self._rates)
         used = self.used()
@@ -281,11 +281,11 @@ class Schedule:
         return f"lr from the task's own {own}"
 
     def used(self) -> dict[str, object]:
-        """Return what takes the steps, for the run's summary.
+        """Return facts about the optimizer and the scheduler for the run's summary.
 
-        That is the optimizer's class, the learning rate of its first group before any schedule (from
-        settings: their peak), and the class of the task's own scheduler. Without one, it is the setting, or
-        None if the task has its own optimizer.
+        These are the optimizer's class, the learning rate of its first group before any schedule (from
+        settings: their peak), and the scheduler: the class of the task's own, else the setting, or None if
+        the task has its own optimizer.
         """
         group = self._optimizer.param_groups[0]
         lr = self._rates.peak if self.is_by_settings else float(group.get("initial_lr", group["lr"]))

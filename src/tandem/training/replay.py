@@ -43,9 +43,9 @@ Sums = list[int]
 
 @dataclass(frozen=True)
 class RepeatReport:
-    """What a rank computed in a check: checksums of its own gradients, of its state, and of others' work.
+    """A rank's checksums in a check: of its own gradients, of its state, and of the work that it repeated.
 
-    `replays`: (the rank whose micro-batch it was, checksums), in the order of the rounds.
+    `replays`: (the rank whose micro-batch was repeated, checksums), in the order of the rounds.
     """
 
     own: Sums
@@ -57,7 +57,7 @@ class RepeatReport:
 class RepeatVerdict:
     """The ranks that computed wrongly, each with the first tensor that shows it.
 
-    `is_certain` is False if no two ranks agree, or two ranks stand against each other.
+    `is_certain` is False if no two ranks agree, or if there are only two ranks and they differ.
     """
 
     wrong: Mapping[int, str]
@@ -218,9 +218,9 @@ def lengthen(cadences: MutableMapping[str, Cadence], seconds: float) -> None:
 
 
 def shifts(number: int, size: int) -> tuple[int, int]:
-    """Return how far after itself each rank takes work in check `number`, and in the round that decides.
+    """Return the offset of the rank whose work each rank repeats: in check `number`, and in its second round.
 
-    The second round brings a third rank, or repeats the work where it was done first.
+    The second round decides who is wrong. A third rank repeats the work, or the rank that did it first.
     """
     if size <= 2:  # alone, a rank shows only faults that pass
         return size - 1, 0

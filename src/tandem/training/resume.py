@@ -41,7 +41,7 @@ from tandem.log import counted
 from tandem.telemetry import metrics
 from tandem.telemetry.recorder import Recorder
 from tandem.training.shards import ShardedReading, newest_of_all
-from tandem.training.weights import Initial, read_weights
+from tandem.training.weights import InitialWeights, read_weights
 
 log = logging.getLogger("tandem.run")
 
@@ -69,7 +69,7 @@ class ResumePoint:
     is_from_memory: bool = False
     slot: int | None = None
     generation: int = 0
-    weights: Initial | None = None
+    weights: InitialWeights | None = None
     scores: Mapping[str, float] = field(default_factory=dict)
     ended_of: int = 0
     data: Mapping[str, Any] = field(default_factory=dict)
@@ -93,9 +93,9 @@ def begin(
     """Find the newest state, or the weights to start from, and load it on all ranks.
 
     `homes`: the model's state_dict, into which tensors of a large state may be read directly. `own`: the
-    names of what each rank keeps for itself. `redistribute` computes these for another number of ranks.
+    names of the values that differ between ranks; `redistribute` converts these to another number of ranks.
     `shards`: each rank has its shard of the state.
-    Raises ConfigError on all ranks if the checkpoint has other names, or comes from another number of ranks.
+    Raises ConfigError on all ranks if the checkpoint has other names or another number of ranks.
     """
     found = _Found(0)
     decision = grant.resume
@@ -236,9 +236,9 @@ def _shared_snapshot(
     step: int,
     homes: Mapping[str, Tensor],
 ) -> tuple[dict[str, Any], int | None]:
-    """Return the state of the snapshot that rank `holder` has, and the slot of this node that has it, if any.
+    """Return the state of the snapshot that rank `holder` has, and this node's slot with it, if any.
 
-    If all nodes have it, nothing is sent.
+    Nothing is sent if all nodes have the snapshot.
     """
     chosen = there[holder].has(step)
     mine = there[world.rank]
@@ -299,10 +299,10 @@ def _listed(names: Collection[str]) -> str:
     return ", ".join(sorted(map(str, names))) or "none"
 
 
-def _weights(world: ProcessGroup, source: PurePath, strict: bool, download: bool) -> Initial:
+def _weights(world: ProcessGroup, source: PurePath, strict: bool, download: bool) -> InitialWeights:
     """Read the weights on rank 0 and broadcast them."""
     raw = world.on_first(lambda: read_weights(source, download))
-    return Initial(deserialize(world.broadcast_bytes(raw)), source, strict)
+    return InitialWeights(deserialize(world.broadcast_bytes(raw)), source, strict)
 
 
 # Rank 0 passes these to the others, which therefore need no access to the run directory.
@@ -318,7 +318,7 @@ class _Found(NamedTuple):
     info: Mapping[str, Any] = {}
 
     def shared_info(self) -> dict[str, Any]:
-        """Return what all ranks need from its manifest."""
+        """Return the parts of the manifest that all ranks need."""
         shared = {name: self.info[name] for name in SHARED_INFO if name in self.info}
         if "data" not in shared and "train_samples" in self.info:  # from an older version
             shared["data"] = {"samples": self.info["train_samples"]}

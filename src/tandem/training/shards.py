@@ -50,7 +50,7 @@ class ShardedReading:
         return self._read(store, step)
 
     def end(self) -> None:
-        """Return on all ranks once rank 0 has called this; the others read what it reads until then."""
+        """Return on all ranks once rank 0 calls this; until then, the other ranks take part in its reads."""
         if self._world.is_first:
             self._world.broadcast_json(None)
             return
@@ -126,7 +126,7 @@ def _no_access(node: int, where: PurePath, problem: str) -> ConfigError:
 def _attempt(action: Callable[[], None]) -> str:
     """Return why `action` failed; empty if it did not, and FULL for a full volume.
 
-    A volume that is full may be freed later, and until then each save says so.
+    A full volume is not an error here: someone may free it, and until then each save logs the problem.
     """
     try:
         action()

@@ -191,7 +191,7 @@ class Stepper:
         """
 
     def freeze(self, epoch: int) -> bool:
-        """Let the task choose what is trained in this epoch; return whether that has changed."""
+        """Let the task freeze parameters for this epoch; return whether the trained ones have changed."""
         before = [p.requires_grad for p in self._parameters]
         self._task.freeze(self._model, epoch)
         changed = before != [p.requires_grad for p in self._parameters]
@@ -211,17 +211,18 @@ class Stepper:
         return self.replay
 
     def take_dry_step(self, micro_batches: Sequence[Any], step: int, known: Costs) -> Costs:
-        """Wrap the model, and take one step that changes nothing before the first real one; return its costs.
+        """Wrap the model and take one step that changes nothing, before the first real one; return its costs.
 
-        Called again when other parameters are trained from here on.
+        This is repeated whenever the set of trained parameters changes.
 
-        DDP reduces its first step in initial buckets and later steps in rebuilt ones. Another layout sums in
-        another order, so without this a resumed run would differ in its first step (observed with 3 or more
-        ranks). Gradients are discarded and buffers are restored; each step sets the random state itself.
+        DDP reduces the gradients of its first step in initial buckets, and later ones in rebuilt buckets.
+        Other buckets sum in another order, so without this step a resumed run would differ in its first step
+        (observed with 3 or more ranks). The gradients are discarded and the buffers restored; each step sets
+        the random state itself.
 
         FLOPs that are `known` from the state are not counted again on any rank, because counting may run
-        collectives. The device's peak is not measured again if the agent already knows it for as many
-        devices.
+        collectives. The device's peak is not measured again if the agent already knows it for the same
+        number of devices.
         """
         self._task.moment.step = step
         with buffers_kept(self._model):  # DDP must see the buffers from before the first forward pass
@@ -293,10 +294,10 @@ class Stepper:
         return flops_of(loss_and_gradients) / batch_size_of(batch)
 
     def take(self, micro_batches: Sequence[Any], step: int, proposal: Proposal) -> Consensus | None:
-        """Take one optimizer step on this rank's micro-batches; return what the ranks agreed on.
+        """Take one optimizer step on this rank's micro-batches; return the newest consensus of the ranks.
 
-        See `ConsensusReader` for when it is known. Raises NonFiniteError if an optimizer's closure returns a
-        non-finite value.
+        On GPUs, it is that of an earlier step (see `ConsensusReader`). Raises NonFiniteError if an
+        optimizer's closure returns a non-finite value.
         """
         self._task.moment.step = step
         self._recent.append((step, micro_batches))
@@ -362,7 +363,7 @@ class Stepper:
         )
 
     def drain(self) -> Consensus | None:
-        """Return what the ranks agreed on in the last step on a GPU."""
+        """Return the consensus of the last step, which on a GPU was not read yet."""
         return self._reader.drain()
 
     def _accumulate(

@@ -129,7 +129,7 @@ def write_summary(
 ) -> None:
     """Write RUN_DIR/summary.json, and log the same as a line with a table.
 
-    `used`: what took the steps, if known (`Schedule.used`).
+    `used`: facts about the optimizer, if known (`Schedule.used`).
     """
     position = facts.world.position
     digest = weights_sha256(weights)
@@ -177,7 +177,7 @@ def write_summary(
 def ending_table(
     summary: Mapping[str, Any], steps: Interval, run_dir: PurePath, micro_batch: int | None = None
 ) -> dict[str, str]:
-    """Return what a person wants to know at the end, as {name: text}; `steps` are those of this launch.
+    """Return the lines of the table that is logged at the end, as {name: text}; `steps`: of this launch.
 
     `micro_batch`: see `RunInfo`.
     """

@@ -1,4 +1,4 @@
-"""Build what is trained, and define its checkpoint state: everything that the next step depends on."""
+"""Build the task, data, model and optimizer, and define the checkpoint: all that the next step depends on."""
 
 import logging
 from collections.abc import Collection, Mapping, Set
@@ -32,16 +32,16 @@ from tandem.training.step import Stepper
 
 log = logging.getLogger("tandem.run")
 
-# Save what a task itself remembers between steps, and let it end its run.
+# The task's own state: a checkpoint saves it, and the task can end the run after an evaluation.
 
 REMEMBERING = ("state_dict", "after_evaluation")
 
 
-class Memory:
-    """The state of a task that has one of REMEMBERING, up to the last evaluation that it was told about.
+class TaskState:
+    """The task's own state, for tasks that implement a method of REMEMBERING.
 
-    A checkpoint that is due together with an evaluation is begun before it, so its scores are in the
-    manifest. A resumed task is told about them again.
+    When a checkpoint and an evaluation are due at the same step, the checkpoint starts first, and the scores
+    are added to its manifest. `after_evaluation` is therefore called again when such a checkpoint is loaded.
     """
 
     def __init__(self, task: WholeTask, world: ProcessGroup) -> None:
@@ -50,9 +50,9 @@ class Memory:
         self._heard = 0
 
     def after_evaluation(self, step: int, scores: Mapping[str, float]) -> bool:
-        """Tell the task about an evaluation; return whether it ends the run. All ranks call this.
+        """Call the task's `after_evaluation`; return whether it ends the run. All ranks call this.
 
-        Rank 0's answer counts. Raises ConfigError for an invalid answer.
+        Rank 0's return value counts. Raises ConfigError if it is invalid.
         """
         self._heard = step
         if "after_evaluation" not in self._task.own:
@@ -68,7 +68,7 @@ class Memory:
     def load(self, state: Mapping[str, Any], scores: Mapping[str, float]) -> None:
         """Restore the task from a checkpoint's state.
 
-        If the checkpoint was begun before the evaluation of its step, tell the task these `scores` again.
+        If the checkpoint started before the evaluation of its step, pass `scores` to the task again.
         """
         saved = state.get("task", {})
         recall(self._task, state)
@@ -77,7 +77,7 @@ class Memory:
 
 
 def recall(task: WholeTask, state: Mapping[str, Any]) -> None:
-    """Restore what a task remembered in a checkpoint's state, if it is there."""
+    """Restore the task's own state from a checkpoint, if both have one."""
     saved = state.get("task", {})
     if "load_state_dict" in task.own and "state" in saved:
         task.load_state_dict(saved["state"])
@@ -106,7 +106,7 @@ class TrainState:
         # The ranks of a node share its data directory, and two downloads would write the same files.
         world.once_per_node(self.task.prepare)
         check_methods(self.task)
-        self.memory = Memory(self.task, world)
+        self.task_state = TaskState(self.task, world)
         self.datasets = datasets_of(self.task)
         loading = world.device, world.gather, cores_of(world.position)
         self._reader = BatchReader(data, run.seed, world.rank, world.size, self.task.collate, *loading)
@@ -228,7 +228,7 @@ class TrainState:
         self.strategy.load_exchange(saved.get("exchange", {}))
         if "scaler" in saved:
             self.stepper.scaler.load_state_dict(saved["scaler"])
-        self.memory.load(saved, scores)
+        self.task_state.load(saved, scores)
         self.task.after_resume(self.model)
 
     def full_state(self) -> dict[str, Any]:
@@ -257,7 +257,7 @@ class TrainState:
             "exchange": self.strategy.exchange_state(),
             "log": self.recorder.state(),
             "exchanges": dict(self.exchanges),
-            **self.memory.state(),
+            **self.task_state.state(),
         }
 
     def checkpoint_extras(self, recorder: Recorder, step: int) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def read_weights(source: PurePath, download: bool) -> bytes:
     try:
         if isinstance(source, Path) and is_file(source):
             return serialize(tensors_in(_state_in(source)))
-        return serialize(tensors_in(saved_at(str(source)).state))
+        return serialize(tensors_in(load_saved(str(source)).state))
     except CheckpointError as error:
         raise ConfigError(
             f"--init-from {source}: {error}; save only the weights: torch.save(model.state_dict(), FILE)"
@@ -88,7 +88,7 @@ def _state_in(path: Path) -> Mapping[str, Any]:
         raise CheckpointError(f"not a valid safetensors file ({one_line(error)})") from error
 
 
-class Saved(NamedTuple):
+class SavedCheckpoint(NamedTuple):
     """A valid checkpoint in `directory`: its whole state, and the content of its manifest."""
 
     directory: PurePath
@@ -103,11 +103,11 @@ class Saved(NamedTuple):
 
     @property
     def run_name(self) -> str:
-        """The name of the run's directory, or of the directory that it is in without a run."""
+        """The name of the run's directory, or of the parent directory if the checkpoint is not in a run."""
         return (self.directory.parent if self.directory.name == layout.CHECKPOINTS else self.directory).name
 
 
-def saved_at(source: str) -> Saved:
+def load_saved(source: str) -> SavedCheckpoint:
     """Return the newest valid checkpoint at `source`, or the step that it names. Raises ConfigError."""
     store, step = locate(source)
 
@@ -118,12 +118,12 @@ def saved_at(source: str) -> Saved:
             raise UnloadableError(f"step {step} in {store.directory}: {error}") from error
 
     if step is not None:
-        return Saved(store.directory, step, *read(step))
+        return SavedCheckpoint(store.directory, step, *read(step))
     # Reading weights must not change a run, which may still train.
     found = store.newest(read, warn_damaged, quarantine=False)
     if found is None:
         raise ConfigError(f"{store.directory} contains no valid checkpoint")
-    return Saved(store.directory, found[0], *found[1])
+    return SavedCheckpoint(store.directory, found[0], *found[1])
 
 
 def _torchvision_file(name: str, download: bool) -> Path:
@@ -164,7 +164,7 @@ def _torchvision_file(name: str, download: bool) -> Path:
 
 
 def tensors_in(state: object) -> dict[str, Tensor]:
-    """Return the tensors by name in what was saved, which may be nested as {"state_dict": ...} or similar.
+    """Return the tensors of a saved state by name; it may be nested, such as {"state_dict": ...}.
 
     Raises CheckpointError if there are none.
     """
@@ -181,8 +181,8 @@ def tensors_in(state: object) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class Fit:
-    """Which of a file's tensors go where in a model, by the model's names, and what does not fit."""
+class WeightMatch:
+    """The tensors of a file that match a model's, by the model's names, and those that do not match."""
 
     loaded: Mapping[str, Tensor]
     missing: tuple[str, ...]
@@ -206,7 +206,7 @@ class Fit:
             yield f"  {kind:<11} {len(names):>6,}  {shown}{more}".rstrip()
 
 
-def fit(theirs: Mapping[str, Tensor], model: nn.Module) -> Fit:
+def match_weights(theirs: Mapping[str, Tensor], model: nn.Module) -> WeightMatch:
     """Match a file's tensors with a model's: by shape and name, exactly or without PREFIXES on both sides."""
     model_state = model.state_dict()
     by_core: dict[str, list[str]] = {}
@@ -232,7 +232,7 @@ def fit(theirs: Mapping[str, Tensor], model: nn.Module) -> Fit:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), (parameter.numel(), []))[1].append(name)
     elements = sum(count for count, own in names.values() if any(name in loaded for name in own))
-    return Fit(
+    return WeightMatch(
         loaded=loaded,
         missing=tuple(name for name in model_state if name not in loaded and name not in wrong),
         unexpected=tuple(name for name in theirs if name not in matches),
@@ -242,7 +242,7 @@ def fit(theirs: Mapping[str, Tensor], model: nn.Module) -> Fit:
 
 
 @dataclass(frozen=True)
-class Initial:
+class InitialWeights:
     """The weights that a fresh run starts from; if `strict`, `source` must have all parameters."""
 
     tensors: Mapping[str, Tensor]
@@ -251,7 +251,7 @@ class Initial:
 
     def load(self, strategy: Strategy, model: nn.Module) -> None:
         """Load what fits, and log what did not. Raises ConfigError if too little fits."""
-        found = fit(self.tensors, model)
+        found = match_weights(self.tensors, model)
         (loaded, whole), share = found.elements, found.share
         summary = f"{_percent(share)} of the model's parameters ({loaded:,} of {whole:,})"
         for line in (f"starting from {self.source}: {summary}", *found.table()):

@@ -21,7 +21,7 @@ def k8s(options: "Namespace", environ: Environment) -> int:
 
     # The option can be repeated, and each value can be a list.
     parts = tuple(",".join(options.components).split(",")) if options.components else ()
-    asked = commands.Asked(
+    command = commands.K8sCommand(
         verb=options.action,
         # A kind may also be among the components, so the default must not add a second one.
         kind=options.kind or ("" if parts else KIND),
@@ -33,7 +33,7 @@ def k8s(options: "Namespace", environ: Environment) -> int:
         purge=options.purge,
         port=options.port,
     )
-    return commands.run(asked)
+    return commands.run(command)
 
 
 def k8s_options(parser: "Parser") -> None:

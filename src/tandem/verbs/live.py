@@ -60,7 +60,7 @@ def profile_options(parser: "Parser") -> None:
 
 
 def memory(options: "Namespace", environ: Environment) -> int:
-    """Print what the memory of every rank holds; return 1 if one gave no answer."""
+    """Print what uses the memory of every rank; return 1 if a rank did not answer."""
     from tandem.report.inspected import memory_text
 
     result = _ask(options, "memory", {"seconds": options.seconds})

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
     from tandem.config import Parser, Settings
-    from tandem.training.weights import Saved
+    from tandem.training.weights import SavedCheckpoint
 
 FORMATS = ("safetensors", "torch", "dcp", "onnx", "hf")
 LONGEST_LINE = 400
@@ -270,7 +270,7 @@ def kill_options(parser: "Parser") -> None:
 
 
 def evaluate(options: "Namespace", environ: Environment) -> int:
-    """Evaluate a checkpoint with as many ranks as there are."""
+    """Evaluate a checkpoint, with any number of ranks."""
     from tandem.launch.torch_variables import wait_passively
 
     # torch reads these variables when the next line imports it.
@@ -303,7 +303,7 @@ def export(options: "Namespace", environ: Environment) -> int:
     from tandem.launch.eval_command import settings_of
     from tandem.training.export import export_model
 
-    def settings(saved: "Saved") -> "Settings":
+    def settings(saved: "SavedCheckpoint") -> "Settings":
         # The manifest names the task, so the settings are known only when the checkpoint has been read.
         found, note = settings_of(saved.directory, saved.info, options.given, environ)
         _warn([note] if note else [])

@@ -142,15 +142,15 @@ def verify_resume_options(parser: "Parser") -> None:
 
 
 def check(options: "Namespace", environ: Environment) -> int:
-    """Test a task: what it returns, and two short runs and a killed one, compared."""
+    """Test a task: its return values, and that two short runs and a killed one end with the same bits."""
     from tandem.config import Given, as_flags, resolve
     from tandem.signals import StopFlag
 
     # Checked by reading the file: importing such a script would start its training.
     if options.file and options.file.endswith(".py"):
-        from tandem.launch.program_arguments import is_own_loop
+        from tandem.launch.program_arguments import is_custom_loop
 
-        if is_own_loop(Path(options.file)):
+        if is_custom_loop(Path(options.file)):
             raise ConfigError(
                 f"{options.file} is a script that calls tandem.start(); `tandem check` tests tasks; "
                 f"use `tandem verify-resume --nproc 2 {options.file}`"
@@ -179,12 +179,12 @@ def check_options(parser: "Parser") -> None:
 def bench(options: "Namespace", environ: Environment) -> int:
     """Compare strategies on this machine, in rounds: throughput, memory and loss."""
     from tandem.config import as_flags, resolve
-    from tandem.verify.bench import Wanted, compare
+    from tandem.verify.bench import BenchOptions, compare
 
     settings = _announce_code(resolve(options.given, environ))
     environ = _on_this_host("bench", environ)
-    wanted = Wanted.of(options.compare, options.rounds, options.output)
-    code, found = compare(settings, as_flags(options.given), environ, wanted, _printer(options.json))
+    chosen = BenchOptions.of(options.compare, options.rounds, options.output)
+    code, found = compare(settings, as_flags(options.given), environ, chosen, _printer(options.json))
     if options.json:
         print_json(found)
     return code

@@ -1,9 +1,9 @@
-"""`tandem verify-resume -- COMMAND`: audit the resume of any training program, which needs no tandem.
+"""`tandem verify-resume -- COMMAND`: audit whether any training program resumes correctly.
 
-It runs the command twice without interruption, which shows what the program itself does not repeat. Then it
-runs it again several times, kills it with SIGKILL at random moments after its first checkpoint, and starts
-the same command again until it ends. It compares the tensors and the logged numbers that the runs leave, and
-it names the likely reason of a difference.
+The program does not need to use tandem. The audit first runs the command twice without interruption, which
+shows what is not reproducible in the program itself. Then it runs the command several more times, kills it
+with SIGKILL at random moments after its first checkpoint, and starts it again until it ends. It compares the
+tensors and logged numbers of these runs, and reports the likely cause of a difference.
 """
 
 import random
@@ -154,7 +154,7 @@ def audit(asked: AuditOptions, environ: Mapping[str, str], stop: StopFlag, say: 
 
 
 class Audit:
-    """The runs of one audit, and what they have left."""
+    """The runs of one audit, and their outputs."""
 
     def __init__(self, asked: AuditOptions, audited: Audited, stop: StopFlag, say: Say) -> None:
         self._asked = asked

@@ -1,7 +1,7 @@
-"""Compare what a killed run leaves with what uninterrupted runs leave: tensors and numbers, bit by bit.
+"""Compare the outputs of a killed run with those of uninterrupted runs: tensors and numbers, bit by bit.
 
-Two uninterrupted runs show what the program itself does not repeat. A value that differs between them may
-differ from them in a killed run by as much.
+Two uninterrupted runs show what is not reproducible in the program itself. If a value differs between them, a
+killed run's value may differ from theirs by the same amount.
 """
 
 import math
@@ -25,7 +25,7 @@ Series = Mapping[str, Mapping[float, float]]
 
 @dataclass(frozen=True)
 class Leftovers:
-    """What a run has left: its directory, the files it has written there, and the values of its logs."""
+    """The outputs of a run: its directory, the files that it wrote there, and the values in its logs."""
 
     folder: Path
     files: Sequence[PurePath]
@@ -75,7 +75,7 @@ class Difference:
 
 
 class Reference:
-    """Two uninterrupted runs, and the distance between them for each value that they do not share."""
+    """Two uninterrupted runs, and the distance between them for each value that differs."""
 
     def __init__(self, one: Leftovers, other: Leftovers) -> None:
         self._one = one
@@ -198,7 +198,7 @@ def distance(one: Leaf, other: Leaf) -> float:
 
 
 def damaged(folder: Path, files: Iterable[PurePath]) -> list[str]:
-    """Return the names of files that cannot be read: a kill has hit the program while it wrote them."""
+    """Return the names of files that cannot be read, because the program was killed while it wrote them."""
     found = []
     for path in files:
         if has_tensors(path):

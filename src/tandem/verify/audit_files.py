@@ -83,7 +83,7 @@ def leaves(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Le
     """Yield the tensors and numbers in nested containers with their dotted names."""
     if isinstance(value, Tensor):
         yield name, value.detach()
-    elif isinstance(value, Thing):
+    elif isinstance(value, PickledObject):
         yield from leaves(value.contents(), name, depth)
     elif isinstance(value, np.ndarray):
         if value.dtype.kind in "biufc":
@@ -113,8 +113,8 @@ def _torch(path: Path) -> Any:
         return _Restricted(io.BytesIO(archive.read(pickled)), archive, pickled[: -len("data.pkl")]).load()
 
 
-class Thing:
-    """An object of a class that is not built: it keeps the arguments and the state of its pickle."""
+class PickledObject:
+    """A placeholder for an object of any other class, which stores its arguments and state in the pickle."""
 
     arguments: tuple[Any, ...]
     state: Any
@@ -122,7 +122,7 @@ class Thing:
     members: list[Any]
 
     # Not in __init__, which pickle does not call for most objects.
-    def __new__(cls, *arguments: Any, **options: Any) -> "Thing":
+    def __new__(cls, *arguments: Any, **options: Any) -> "PickledObject":
         found = super().__new__(cls)
         found.arguments = arguments
         found.state = options or None
@@ -146,10 +146,10 @@ class Thing:
         return hash(repr(self.arguments))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Thing) and vars(self) == vars(other)
+        return isinstance(other, PickledObject) and vars(self) == vars(other)
 
     def contents(self) -> Any:
-        """Return what the pickle has of the object, as containers."""
+        """Return the object's content in the pickle, as containers."""
         state = self.state
         # A class with __slots__ has a state of two dicts.
         if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
@@ -198,7 +198,7 @@ class _Restricted(pickle.Unpickler):
         if module == "torch" and name in STORAGES:
             return STORAGES[name]
         # A new class, because pickle calls `cls.__new__` and compares types.
-        return type(name, (Thing,), {"__module__": module})
+        return type(name, (PickledObject,), {"__module__": module})
 
     def persistent_load(self, pid: Any) -> Tensor:
         """Return the storage of a tensor: pid is ("storage", type, key, location, number of elements)."""
@@ -236,7 +236,7 @@ def _safetensors(path: Path) -> Iterator[tuple[str, Leaf]]:
 
 
 def _dcp(folder: Path) -> dict[str, Leaf]:
-    """Read a DCP directory: its metadata says at which offset of which file each part of a tensor is."""
+    """Read a DCP directory, whose metadata has the file and offset of each part of a tensor."""
     metadata = _Restricted(io.BytesIO((folder / METADATA).read_bytes())).load().attributes()
     storage = {}
     for index, info in metadata["storage_data"].items():

@@ -1,7 +1,7 @@
 """Start any program in a copy of its directory, kill it while it trains, and start it again.
 
-The program needs no tandem. What is known about it comes from outside: the files it writes, its output, and
-the steps that `audit_observer` records.
+The program does not need to use tandem. It is observed from outside: by the files that it writes, its output,
+and the steps that `audit_observer` records.
 """
 
 import os
@@ -131,7 +131,7 @@ def _size(folder: Path) -> int:
 
 @dataclass
 class AuditProgress:
-    """When an uninterrupted run wrote its first checkpoint: after how many steps and seconds, of how many."""
+    """The steps and seconds of an uninterrupted run at its first checkpoint, and in total."""
 
     steps_at_save: int = 0
     steps: int = 0
@@ -149,7 +149,7 @@ class AuditProgress:
 
 @dataclass
 class AuditedRun:
-    """One run: started, perhaps killed and started again. Leaving the block kills what is left of it."""
+    """One run: started, perhaps killed and started again. Leaving the block kills its remaining processes."""
 
     audited: Audited
     number: int
@@ -177,7 +177,7 @@ class AuditedRun:
         return self.audited.folder / f"run-{self.number}"
 
     def outputs(self) -> list[Path]:
-        """Return the files with what each start has printed."""
+        """Return the files with the output of each start."""
         return [self.audited.folder / f"run-{self.number}-{start}.out" for start in range(self._starts)]
 
     def steps(self) -> list[Path]:
@@ -307,7 +307,7 @@ class AuditedRun:
 
 
 def _is_rank(pid: int) -> bool:
-    """Return whether a process is a rank that a launcher has started: it has RANK, and its parent has not."""
+    """Return whether a launcher started this process as a rank: RANK is set here, but not in its parent."""
     try:
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         has = [b"\0RANK=" in b"\0" + Path(f"/proc/{each}/environ").read_bytes() for each in (pid, parent)]

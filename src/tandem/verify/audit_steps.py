@@ -1,8 +1,8 @@
 """Align the optimizer steps after a restart with those of an uninterrupted run, and find what differs.
 
-The steps are those that `audit_observer` has recorded. A restart resumes at the step of the uninterrupted run
-that begins with the same weights. All other parts of that step must then be equal too: a part that differs
-names what the program has not restored. Standard library only.
+`audit_observer` has recorded the steps. A restart resumes at the step of the uninterrupted run that starts
+with the same weights. All other parts of that step must then be equal as well. A part that differs has not
+been restored by the program. Standard library only.
 """
 
 import json

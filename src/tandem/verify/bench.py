@@ -78,7 +78,7 @@ class Mode:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class BenchOptions:
     """What the command line asks for."""
 
     names: list[str]
@@ -86,7 +86,7 @@ class Wanted:
     output: Path | None = None
 
     @classmethod
-    def of(cls, compare: str | None, rounds: int | None, output: Path | None) -> "Wanted":
+    def of(cls, compare: str | None, rounds: int | None, output: Path | None) -> "BenchOptions":
         """Create from the command line's words. Raises ConfigError."""
         known = list(words_in(SETTINGS["strategy"].annotation))
         names = list(dict.fromkeys(compare.split(","))) if compare is not None else known
@@ -126,7 +126,7 @@ def compare(
     settings: Settings,
     arguments: Sequence[str],
     environ: Mapping[str, str],
-    wanted: Wanted,
+    options: BenchOptions,
     say: Say,
 ) -> tuple[int, dict[str, Any]]:
     """Run all modes and print a table; return (0, or 1 if a run failed; all values).
@@ -134,9 +134,9 @@ def compare(
     Raises ConfigError and StoppedError.
     """
     gpus = gpus_for(settings)
-    rounds = wanted.rounds
+    rounds = options.rounds
     stop = StopFlag().install()
-    modes = modes_of(wanted.names, settings, gpus)
+    modes = modes_of(options.names, settings, gpus)
     steps = settings.run.steps or STEPS
     device = f"{gpus} GPUs" if gpus else "CPU"
     batch_size = settings.data.batch_size
@@ -161,8 +161,8 @@ def compare(
                 say(f"round {number + 1} of {rounds}: {mode.name}, {rate:,.0f} samples/s")
     say(table(modes, on_gpus=bool(gpus)))
     found = _report(settings, steps, rounds, device, modes)
-    if wanted.output is not None:
-        write_json_atomic(wanted.output, found)
+    if options.output is not None:
+        write_json_atomic(options.output, found)
     return FAILED if failed else FINISHED, found
 
 

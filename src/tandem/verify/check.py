@@ -115,7 +115,7 @@ def as_json(settings: Settings, found: Sequence[Finding]) -> dict[str, object]:
 
 @contextmanager
 def with_progress_lines(say: Say) -> Iterator[Say]:
-    """Yield `say`, and print a line whenever it was not called for CHECK_SAYS_SECONDS."""
+    """Yield a function like `say`, and print a line when it was not called for CHECK_SAYS_SECONDS."""
     closing, lock = threading.Event(), threading.Lock()
     began = last = time.monotonic()
 
@@ -180,7 +180,7 @@ def findings(
 
 
 def compared(ranks: Sequence[ProbeResults]) -> Iterator[Finding]:
-    """Yield what differs between two calls, and between ranks."""
+    """Yield the differences between two calls, and between ranks."""
     sound = True
     for of_ranks in zip(*(rank.facts for rank in ranks), strict=True):
         fact = of_ranks[0]

@@ -86,7 +86,7 @@ def _pyxis(environ: Environment, namespaces: Path) -> Iterator[ConnectivityProbl
 
 
 def _placed(name: str, version: str, file: str, environ: Environment) -> ConnectivityProblem:
-    """Pass inside a job or without Slurm; on a login node, say how to get into a job."""
+    """Pass inside a job or without Slurm; on a login node, say how to start a job."""
     if job := environ.get("SLURM_JOB_ID"):
         return ConnectivityProblem(name, "pass", f"{version}, in job {job}")
     if _program("srun", environ) is None:
@@ -306,7 +306,7 @@ def gpus(device: str) -> ConnectivityProblem:
 
 
 def refused(count: int) -> str:
-    """Return why CUDA rejects one of the GPUs that the driver lists; "" if it accepts all."""
+    """Return why CUDA rejects one of the GPUs that the driver lists; "" if it rejects none."""
     try:
         return why_refused([torch.device("cuda", index) for index in range(count)])
     except RuntimeError as error:  # a new process may fix it

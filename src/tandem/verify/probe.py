@@ -1,4 +1,4 @@
-"""Facts about a task on one rank, which must be the same on all ranks and at every call.
+"""Collect facts about a task on one rank, which must be the same on all ranks and in every call.
 
 `python -m tandem.verify.probe SETTINGS RANK RANKS MEETING` prints them as one line of JSON, for `check`. Each
 rank is a separate interpreter, as on separate nodes: results that depend on entropy, string hashes or the

@@ -35,7 +35,7 @@ class EndedFirstError(Exception):
 
 
 class WatchedRun:
-    """A `tandem launch` in its own session; leaving the block kills what is left of it."""
+    """A `tandem launch` in its own session; leaving the block kills its remaining processes."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], run_dir: Path) -> None:
         self._command = command

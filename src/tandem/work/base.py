@@ -1,6 +1,6 @@
-"""Define what the ranks of a job run, as one object that the agent asks.
+"""Define `Workload`, the interface through which the agent runs a task or a program.
 
-The agent knows no task, no data and no training: it runs any workload. See docs/architecture.md#workloads.
+The agent itself imports no task, data or training code. See docs/architecture.md#workloads.
 """
 
 import json
@@ -174,12 +174,12 @@ Nothing, the checkpoint that it resumes from, or newer state in node 0's memory,
 
 @dataclass(frozen=True)
 class GenerationEnd:
-    """The end of a generation on this node, and what may explain it.
+    """The end of a generation on this node, and the evidence to explain it.
 
-    `codes` are the ranks' exit codes by local rank, None for a rank that runs; `now` returns those of this
-    moment. `blamed` waits a little for the rank that made the others fail, and returns all failures.
-    `is_forwarded`: the agent has forwarded a stop. `last_words` is what the first failed rank has reported.
-    `store` is the agents' store, in which the generation's keys begin with `prefix`.
+    `codes`: the ranks' exit codes by local rank, None for a running rank; `now` returns the current ones.
+    `blamed` waits briefly for the rank that made the others fail, and returns all failures.
+    `is_forwarded`: the agent has forwarded a stop. `last_words`: the report of the first rank that failed.
+    `store`: the agents' store, in which the generation's keys start with `prefix`.
     """
 
     codes: Mapping[int, int | None]
@@ -202,12 +202,11 @@ WarmUp = Callable[[Any, RankStart | None], None]
 
 
 class Workload(Protocol):
-    """What a node's ranks run.
+    """The workload of a node's ranks: a task or a program.
 
-    `rank_entry` is what a rank runs and `warm_up` what its standby process runs before; both receive `job`.
-    The agent imports neither the ranks' code nor what it needs: both functions do that in the rank's process.
-    The fork server imports `preload` before it forks the first rank. `words` names the workload on the
-    command line of a simulated node.
+    A rank calls `rank_entry`, and a standby process first calls `warm_up`; both receive `job`. The agent does
+    not import the ranks' code: both functions import it in the rank's process. The fork server imports
+    `preload` before it forks the first rank. `words`: the workload on the command line of a simulated node.
     `standby_key` maps a rank's position to the key of its standby processes (see `Workers`).
     """
 
@@ -255,11 +254,11 @@ class Workload(Protocol):
         """Return the node's exit code after a rank failed or all ended, and the cause if there is one."""
 
     def last_line(self, code: int, restarts: int) -> str:
-        """Return what node 0 prints last about a run that ended with `code`; "" if the ranks have said it."""
+        """Return node 0's last line about a run that ended with `code`; "" if the ranks have printed it."""
 
 
 def rank_identity(position: Position | None) -> tuple[int, ...] | None:
-    """Return what a script may read about its rank when it is imported: a standby key for scripts."""
+    """Return the facts about its rank that a script may read at import: the standby key for scripts."""
     if position is None:
         return None
     return position.rank, position.local_rank, position.world_size, position.nodes

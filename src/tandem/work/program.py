@@ -51,7 +51,7 @@ log = logging.getLogger("tandem.launch")
 
 
 def run_rank(job: Job, start: RankStart) -> NoReturn:
-    """Become the rank of a program that `start` describes, in a process of its own."""
+    """Run as the rank of a program that `start` describes, in a separate process."""
     from tandem.script import rank
 
     rank.run_rank(job, start)
@@ -64,7 +64,7 @@ def warm_up(job: Job, expected: RankStart | None) -> None:
     rank.warm_up(job, expected)
 
 
-class ProgramWork:
+class ProgramWorkload:
     """A program's ranks save, stop and report errors in their own way; their exit codes have to be explained.
 
     `chosen` as for `variables_of`. `hint` maps the last line of a program that rejected its arguments to what
@@ -95,11 +95,11 @@ class ProgramWork:
         self.job = job_of(program, run, settings, chosen)
         self.words: Sequence[str] = program.words()
         # For a new interpreter the fork server imports only what starts it, because exec drops the modules.
-        cold = self.job.cold or program.kind == "command"
-        self.preload: Sequence[str] = [*([] if cold else ["tandem.launch.preload"]), "tandem.script.rank"]
+        is_fresh = self.job.fresh_interpreter or program.kind == "command"
+        self.preload: Sequence[str] = [*([] if is_fresh else ["tandem.launch.preload"]), "tandem.script.rank"]
 
     def check(self, placement: Placement, gpus: Callable[[], Sequence[str]]) -> None:
-        """Under torchrun or srun, each rank would launch the program again."""
+        """Raise ConfigError if the platform already started the ranks: each would launch the program."""
         if placement.rank is not None:
             raise ConfigError(
                 f"{placement.platform} already starts each rank; `tandem launch {self._program}` would start "
@@ -112,7 +112,7 @@ class ProgramWork:
         return None
 
     def progress(self, has_trained: bool, resume: ResumeDecision) -> str:
-        """A script handles a stop wherever it is, and knows itself what has to be saved."""
+        """Return TRAINED: a script may be stopped at any time, and decides itself what to save."""
         return TRAINED
 
     def is_done(self) -> bool:
@@ -213,7 +213,7 @@ def _ended_key(end: GenerationEnd, node: int) -> str:
 
 
 def job_of(program: Program, run: RunDir, settings: Settings, chosen: Collection[str]) -> Job:
-    """Return what the ranks of this node need to run the program; `chosen` as for `variables_of`."""
+    """Return the job of this node's ranks for the program; `chosen`: see `variables_of`."""
     hang = settings.reliability.hang_timeout
     return Job(
         program=program,
@@ -223,7 +223,7 @@ def job_of(program: Program, run: RunDir, settings: Settings, chosen: Collection
         hang_timeout=None if hang == "auto" else float(hang),
         patience=settings.reliability.phase_timeout,
         json_lines=settings.telemetry.log_format == "json",
-        cold=settings.launch.fresh_interpreter,
+        fresh_interpreter=settings.launch.fresh_interpreter,
     )
 
 

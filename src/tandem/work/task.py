@@ -26,7 +26,7 @@ from tandem.work.base import (
 
 
 def rank_function() -> Callable[..., int]:
-    """Import what a task's ranks run, which imports torch: it reads variables that the agent sets first."""
+    """Import the function of a task's ranks. It imports torch, so the agent sets torch's variables first."""
     from tandem.rank.task import run_rank
 
     return run_rank
@@ -44,7 +44,7 @@ def warm_up(job: TaskJob, expected: RankStart | None) -> None:
     task.warm_up(job, expected)
 
 
-class TaskWork:
+class TaskWorkload:
     """A task's ranks are tandem's own: they report to the agent, and tandem saves their state.
 
     `chosen` has the names of the settings that were set explicitly.
@@ -67,10 +67,10 @@ class TaskWork:
         self.is_retried = is_retried
 
     def check(self, placement: Placement, gpus: Callable[[], Sequence[str]]) -> None:
-        """Raise ConfigError if the ranks cannot share the batch evenly; leave what is uncertain to them.
+        """Raise ConfigError if the ranks cannot share the batch evenly. If in doubt, the ranks decide later.
 
-        Only node 0 checks. A run that resumes from a checkpoint may share its batch unevenly, and the other
-        nodes may not see the checkpoints.
+        Only node 0 checks. A run that resumes from a checkpoint may share its batch unevenly, and other nodes
+        may not see the checkpoints.
         """
         data = self._settings.data
         ranks = self._ranks(placement, gpus)

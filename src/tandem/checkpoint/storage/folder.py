@@ -56,7 +56,7 @@ class _File:
 class Folder:
     """A directory on this machine, or on a volume that is mounted here."""
 
-    appears_whole = True
+    is_atomic = True
 
     def __init__(self) -> None:
         self._anchored: Path | None = None  # this directory's name and those above it are on disk
@@ -107,18 +107,18 @@ class Folder:
         os.mkdir(temporary)
         return temporary
 
-    def add(self, place: PurePath, name: str, payload: Payload) -> tuple[str, dict[str, object]]:
-        return name, write_file(Path(place) / name, payload).entry()
+    def add(self, pending: PurePath, name: str, payload: Payload) -> tuple[str, dict[str, object]]:
+        return name, write_file(Path(pending) / name, payload).entry()
 
     def publish(
         self,
-        place: PurePath,
+        pending: PurePath,
         target: PurePath,
         files: Entries,
         manifest: Callable[[Entries], bytes],
         replace: bool,
     ) -> int:
-        temporary = Path(place)
+        temporary = Path(pending)
         # Other nodes have written some of them, and may have another volume mounted at this path.
         for name, entry in files.items():
             size = (temporary / name).stat().st_size
@@ -131,8 +131,8 @@ class Folder:
         _publish(temporary, Path(target))
         return sum(int(str(entry["bytes"])) for entry in files.values()) + sealed.bytes
 
-    def abandon(self, place: PurePath) -> None:
-        remove_tree(Path(place))
+    def abandon(self, pending: PurePath) -> None:
+        remove_tree(Path(pending))
 
     def _prepare(self, directory: Path) -> None:
         if self._anchored != directory or not is_directory(directory):

@@ -21,7 +21,7 @@ INSTALL = {"s3": "'tandem-train[s3]'", "gs": "gcsfs", "az": "adlfs"}
 
 
 def call_client(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Return `call(...)`; convert any error of a client library to an OSError with a one-line message."""
+    """Return `call(...)`; convert errors of the client library to OSErrors with a one-line message."""
     try:
         return call(*arguments, **options)
     except OSError:
@@ -56,7 +56,7 @@ class Objects:
     fsspec reads the bucket from each path, so the bucket given here is not used.
     """
 
-    appears_whole = False
+    is_atomic = False
 
     def __init__(self, scheme: str, _bucket: str) -> None:
         try:
@@ -127,14 +127,14 @@ class Objects:
             raise FileExistsError(errno.EEXIST, "another writer has already saved this step")
         return target
 
-    def add(self, place: PurePath, name: str, payload: Payload) -> tuple[str, dict[str, object]]:
+    def add(self, pending: PurePath, name: str, payload: Payload) -> tuple[str, dict[str, object]]:
         stem, _, suffix = name.rpartition(".")
         unique = f"{stem}-{secrets.token_hex(8)}.{suffix}"
-        return unique, self._upload(str(place / unique), payload).entry()
+        return unique, self._upload(str(pending / unique), payload).entry()
 
     def publish(
         self,
-        place: PurePath,
+        pending: PurePath,
         target: PurePath,
         files: Entries,
         manifest: Callable[[Entries], bytes],
@@ -151,7 +151,7 @@ class Objects:
             self.delete(target, self._keys(target).keys() - files.keys() - {MANIFEST})
         return sum(int(str(entry["bytes"])) for entry in files.values()) + len(raw)
 
-    def abandon(self, place: PurePath) -> None:
+    def abandon(self, pending: PurePath) -> None:
         """Leave it to `repair`, because another save of the step may have objects there."""
 
     def _upload(self, path: str, payload: Payload) -> Sink:

@@ -85,12 +85,12 @@ class StorageReader(Protocol):
 class Storage(Protocol):
     """Where checkpoints are stored. All methods raise OSError; FileNotFoundError if a file does not exist.
 
-    `appears_whole`: an entry gets its name together with all its files, so an entry without a manifest is
+    `is_atomic`: an entry gets its name together with all its files, so an entry without a manifest is
     damaged.
     """
 
     @property
-    def appears_whole(self) -> bool: ...
+    def is_atomic(self) -> bool: ...
 
     def list(self, directory: PurePath) -> dict[str, dict[str, int]]:
         """Return {entry: {file: bytes}} of `directory`, empty if it does not exist.
@@ -120,12 +120,12 @@ class Storage(Protocol):
         Raises FileExistsError as `commit`.
         """
 
-    def add(self, place: PurePath, name: str, payload: Payload) -> tuple[str, dict[str, object]]:
+    def add(self, pending: PurePath, name: str, payload: Payload) -> tuple[str, dict[str, object]]:
         """Write one file; once this returns, it is durable. Returns (its final name, its `Sink.entry`)."""
 
     def publish(
         self,
-        place: PurePath,
+        pending: PurePath,
         target: PurePath,
         files: Entries,
         manifest: Callable[[Entries], bytes],
@@ -133,8 +133,8 @@ class Storage(Protocol):
     ) -> int:
         """Complete an entry with the `files` that were added. Returns and raises as `commit`."""
 
-    def abandon(self, place: PurePath) -> None:
-        """Remove what was added to `place`, as far as possible. Raises nothing."""
+    def abandon(self, pending: PurePath) -> None:
+        """Remove what was added to `pending`, as far as possible. Raises nothing."""
 
     def repair(self, directory: PurePath) -> None:
         """Finish or undo the incomplete work of a killed writer in `directory`."""

@@ -1,8 +1,8 @@
 """Strategies that distribute the model over ranks and devices: one file each, found by name.
 
 A new one is a file NAME.py with a class (interface: `base.Strategy`), its row in CLASSES, and its name in the
-choices of `--strategy` (config/slices.py). `lone` is no choice: ddp uses it for one rank on a GPU. A strategy
-is imported only if it is chosen: FSDP alone takes a second.
+choices of `--strategy` (config/slices.py). `ddp_one_rank` is not a choice: ddp uses it for one rank on a GPU.
+A strategy is imported only if it is chosen, because importing FSDP alone takes a second.
 """
 
 from importlib import import_module
@@ -19,7 +19,7 @@ CLASSES = {
     "single": "SingleStrategy",
     "dp": "DPStrategy",
     "ddp": "DDPStrategy",
-    "lone": "LoneStrategy",
+    "ddp_one_rank": "OneRankDDPStrategy",
     "fsdp": "FSDPStrategy",
 }
 """{file of this package: its class}, so that a strategy is imported only where it is chosen."""
@@ -37,7 +37,7 @@ def load(
     # Not on a CPU, where gradients are zeroed, not dropped: only DDP notices that a step has left one out.
     is_on_gpu = group.device.type == "cuda"
     if name == "ddp" and group.size == 1 and is_on_gpu and exchange.gradient_compression == "none":
-        name = "lone"
+        name = "ddp_one_rank"
     strategy: Strategy = _class(name)(group, exchange, compute)
     return strategy
 
@@ -74,7 +74,7 @@ def waits_inside(strategy: Strategy, model: nn.Module) -> bool:
 
 
 def preload(name: str) -> None:
-    """Import the strategy, and what it will need, in advance, in a process that may become a rank."""
+    """Import the strategy and its dependencies in advance, in a process that may become a rank."""
     _class(name).warm_up()
 
 

@@ -1,4 +1,4 @@
-"""The interface of a strategy: all of a step and a state that depends on how the model is distributed.
+"""The interface of a strategy: everything in a step or a state that depends on how the model is distributed.
 
     strategy = load(name, group)                 the group is open
     model = strategy.build(make_model)
@@ -144,7 +144,7 @@ class Strategy(Protocol):
         ...
 
     def exchange_state(self) -> dict[str, Any]:
-        """Return the state of the gradient exchange that lasts between steps, to save; complete on rank 0."""
+        """Return the part of the gradient exchange's state to save in a checkpoint; complete on rank 0."""
         ...
 
     def load_exchange(self, state: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from tandem.config.slices import ExchangeConfig
 from tandem.distributed.compression import compression, ddp_arguments
 from tandem.distributed.consensus import is_skipped, pack
 from tandem.distributed.group import has_buffers_beside_batchnorm
-from tandem.distributed.strategy import lone
+from tandem.distributed.strategy.ddp_one_rank import OneRankDDPStrategy, UnusedParametersError, listed
 from tandem.torch_private import buffer_argument, hidden_sync_seconds
 
 
@@ -47,7 +47,7 @@ class Telemetry(nn.Module):
         return loss * scale + (self.carrier * (carried * carries)).sum(), numbers
 
 
-class DDPStrategy(lone.LoneStrategy):
+class DDPStrategy(OneRankDDPStrategy):
     """Gradients are means over ranks; weights are equal on all of them from the start."""
 
     has_buckets = True
@@ -91,8 +91,8 @@ class DDPStrategy(lone.LoneStrategy):
             # DDP raises a plain RuntimeError, in the forward pass after the step.
             if "find_unused_parameters" not in str(error):
                 raise
-            raise lone.UnusedParametersError(
-                f"in the previous step, no gradient reached {lone.listed(self._in_message(str(error)))}; "
+            raise UnusedParametersError(
+                f"in the previous step, no gradient reached {listed(self._in_message(str(error)))}; "
                 "use --find-unused if a step may leave out parameters"
             ) from error
         return result

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tandem.checkpoint.shards import SHARD, VALUES, mapped_shards, shard
-from tandem.distributed.deferred_values import DeferredValues, Place, build_deferred
+from tandem.distributed.deferred_values import DeferredValues, ModuleTensor, build_deferred
 from tandem.distributed.group import ProcessGroup, has_buffers_beside_batchnorm
 from tandem.distributed.strategy import single
 from tandem.errors import ConfigError
@@ -84,7 +84,7 @@ class FSDPStrategy(single.SingleStrategy):
             for tensor in (*model.parameters(), *model.buffers()):
                 if not tensor.is_meta:
                     dist.broadcast(tensor, src=0)
-        places = self._values.places(model) if self._values else []
+        tensors = self._values.module_tensors(model) if self._values else []
         self._mesh = mesh = DeviceMesh(self._group.device.type, torch.arange(self._group.size))
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         self._blocks = [block for blocks in lists for block in blocks]
@@ -93,19 +93,19 @@ class FSDPStrategy(single.SingleStrategy):
             fully_shard(block, mesh=mesh)
         self._root: FSDPModule = fully_shard(model, mesh=mesh)
         if self._values:
-            self._compute(self._values, model, places)
+            self._compute(self._values, model, tensors)
         self._values = None
         self._buffers = [*model.buffers()] if has_buffers_beside_batchnorm(model) else []
         model.register_forward_hook(_reshard_in_evaluation)
         return model
 
-    def _compute(self, values: DeferredValues, model: nn.Module, places: list[Place]) -> None:
+    def _compute(self, values: DeferredValues, model: nn.Module, tensors: list[ModuleTensor]) -> None:
         """Give the sharded model its values: rank 0 computes one tensor after another and sends it."""
         device = self._group.device
         model._apply(partial(_allocated, device))  # type: ignore[no-untyped-call]
-        held: dict[int, list[Place]] = {}
-        for place in places:
-            held.setdefault(id(place.tensor), []).append(place)
+        held: dict[int, list[ModuleTensor]] = {}
+        for each in tensors:
+            held.setdefault(id(each.tensor), []).append(each)
         for key, computed in values.computed(self._group.is_first):
             form = held[key][0].tensor
             whole = torch.empty_like(form, device=device) if computed is None else computed.to(device)
@@ -116,10 +116,10 @@ class FSDPStrategy(single.SingleStrategy):
         dist.broadcast(state, src=0)  # as if this rank had drawn the numbers, too
         torch.default_generator.set_state(state.cpu())
 
-    def _set(self, places: Sequence[Place], whole: Tensor) -> None:
+    def _set(self, tensors: Sequence[ModuleTensor], whole: Tensor) -> None:
         """Put values where the model holds them: this rank's rows of a parameter, all of anything else."""
         attribute = None
-        for module, name, _, _ in places:
+        for module, name, _, _ in tensors:
             there = getattr(module, name)
             if isinstance(there, DTensor):
                 first, length = self.rows(len(whole))
@@ -234,7 +234,7 @@ def _allocated(device: torch.device, tensor: Tensor) -> Tensor:
 
 
 def _reason(told: Sequence[Sequence[str]]) -> str:
-    """Return why the ranks build the whole model, from what each has found: [problem, digest]."""
+    """Return why every rank must build the whole model, from each rank's [problem, digest]; "" if none."""
     problems = (f"{problem} (rank {rank})" for rank, (problem, _) in enumerate(told) if problem)
     return next(problems, "the ranks build different models")
 

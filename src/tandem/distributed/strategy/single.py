@@ -36,7 +36,7 @@ class SingleStrategy:
 
     @staticmethod
     def warm_up() -> None:
-        """Import what the strategy will need, in a process that may become a rank."""
+        """Import the strategy's dependencies in advance, in a process that may become a rank."""
 
     def check(self, group: ProcessGroup) -> None:
         """Raise ConfigError if this strategy cannot work with the group."""

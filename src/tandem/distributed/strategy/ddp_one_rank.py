@@ -1,7 +1,7 @@
-"""ddp of a single rank on a GPU, which exchanges nothing: the model is not wrapped.
+"""`--strategy ddp` with a single rank on a GPU: there is nothing to exchange, so the model is not wrapped.
 
-DDP would copy all gradients, and cut a compiled model into one graph per bucket. What it rejects is rejected
-here, too, so that a task behaves the same on one GPU as on several.
+DDP would copy all gradients and split a compiled model into one graph per bucket. This strategy rejects the
+same models as DDP, so that a task behaves the same on one GPU as on several.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMES]) + more
 
 
-class LoneStrategy(single.SingleStrategy):
-    """Every parameter that is trained must get a gradient in every step, unless --find-unused is set."""
+class OneRankDDPStrategy(single.SingleStrategy):
+    """Run without DDP, but require a gradient for each trained parameter unless --find-unused is set."""
 
     checks_gradients = True
 

@@ -35,10 +35,10 @@ from tandem.timeouts import AT_ONCE_SECONDS, MONITOR_SECONDS, START_STOP_SECONDS
 log = logging.getLogger("tandem.run")
 
 
-class LoneStop:
-    """Report at the first signal what will be saved; end the process if nothing can be.
+class StandaloneStop:
+    """Log at the first signal what will be saved, or end the process if there is nothing to save.
 
-    A second Ctrl-C also ends it.
+    A second Ctrl-C also ends the process.
 
     `leave(code, reason)` ends the process at once. Both callbacks run in the flag's own thread, so they work
     while the main thread is blocked in C.
@@ -77,7 +77,7 @@ class LoneStop:
             log.info(text, self._stop.name, shown(self._run.where), self._expected_duration(), again)
 
     def _expected_duration(self) -> str:
-        """Return what is known in advance about the duration of the save."""
+        """Return how long the save may take, as far as that is known in advance."""
         took = [event.get("seconds") for event in self._run.events() if event.get("kind") == "checkpoint"]
         message = (
             f"the last save took {format_duration(float(took[-1]))}" if took and took[-1] is not None else ""
@@ -106,7 +106,7 @@ Hear = Callable[[StopFlag], None]
 Decide = Callable[[], ResumeDecision]
 
 
-def run_lone_rank(
+def run_standalone_rank(
     run: RunDir,
     settings: Settings,
     placement: Placement,
@@ -118,7 +118,7 @@ def run_lone_rank(
     Rank 0 also hosts the page and the metrics. `chosen` has the names of the settings that were set
     explicitly.
     """
-    with contextlib.closing(LoneRank(run, settings, placement, lambda: run.decide(settings))) as rank:
+    with contextlib.closing(StandaloneRank(run, settings, placement, lambda: run.decide(settings))) as rank:
         code = rank_function(
             TaskJob(settings.to_dict(), chosen), rank.start, watch_stop_flag=rank.watch_stop_flag
         )
@@ -126,7 +126,7 @@ def run_lone_rank(
         return code
 
 
-class LoneRank:
+class StandaloneRank:
     """A rank without an agent, from its position in the job until `close`.
 
     Rank 0 hosts the page and the metrics. It calls `decision` once it holds the lease on the run directory;
@@ -144,7 +144,7 @@ class LoneRank:
         self._settings = settings
         self._view: NodeView | None = None
         self._stop = StopFlag()
-        self._stopping = list[LoneStop]()
+        self._stopping = list[StandaloneStop]()
         if placement.is_one_host:
             use_loopback()
         run.make_private()
@@ -210,7 +210,7 @@ class LoneRank:
     def watch_stop_flag(self, stop: StopFlag) -> None:
         """Report a stop from now on, and end this process at a second Ctrl-C (main thread only)."""
         self._stop = stop
-        stopping = LoneStop(stop, self._run, self.position, self._grant.resume, self._leave_at_once)
+        stopping = StandaloneStop(stop, self._run, self.position, self._grant.resume, self._leave_at_once)
         self._stopping.append(stopping)
 
     def _leave_at_once(self, code: int, reason: str) -> None:

@@ -39,22 +39,22 @@ def held(dataset: Any) -> list[Tensor]:
 @pytest.mark.parametrize("name", sets())
 def test_it_is_there_once_and_the_hosts_is_left_alone(name: str) -> None:
     dataset = sets()[name]
-    there = loader.resident(dataset, META)
-    assert there is loader.resident(dataset, META) and there is not dataset
+    there = loader.cached_on_device(dataset, META)
+    assert there is loader.cached_on_device(dataset, META) and there is not dataset
     assert len(there) == len(dataset)
     assert [each.device for each in held(there)[:2]] == [META] * 2
     inner = dataset.dataset if isinstance(dataset, Subset) else dataset
-    assert {each.device for each in held(inner)} == {CPU} and loader.resident(dataset, CPU) is dataset
+    assert {each.device for each in held(inner)} == {CPU} and loader.cached_on_device(dataset, CPU) is dataset
 
 
 def test_what_is_large_computes_or_is_there_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     augmented = TensorImages(PICTURES, Y, [0.0], [1.0], augment=lambda pictures, keys: pictures)
     nested = Subset(Subset(TensorRows(X, Y), [1, 2]), [0])
     for dataset in (Own(X, Y), augmented, TensorDataset(X.to(META)), nested, [1, 2], range(3)):
-        assert loader.resident(dataset, META) is dataset
+        assert loader.cached_on_device(dataset, META) is dataset
     monkeypatch.setattr(loader, "MOST_BYTES", X.nbytes + Y.nbytes - 1)
     large = TensorRows(X, Y)
-    assert loader.resident(large, META) is large
+    assert loader.cached_on_device(large, META) is large
 
 
 def test_only_indices_travel() -> None:
@@ -63,7 +63,7 @@ def test_only_indices_travel() -> None:
     sampler = TrainBatches(order, rank=0, world_size=1, micro_batch_size=3, start_step=0, stop_step=2)
     for x, y in train_batches(TensorRows(X, Y), sampler, seed=1, device=META):
         assert (x.device, y.device, x.shape) == (META, META, (3, 4))
-    there = loader.resident(TensorRows(X, Y), META)
+    there = loader.cached_on_device(TensorRows(X, Y), META)
     assert there.__getitems__(torch.tensor([1, 2]))[0].device == META
 
 
