@@ -158,6 +158,7 @@ def test_an_evaluation_keeps_its_scores_if_messages_overtake_others() -> None:
     launch.spans.take(Point(200, 20.5, {"eval": {"accuracy": 0.75}}), 20.5)
     launch.spans.take(beat(200), 21.0)
     launch.spans.take(beat(300, "eval"), 25.0)
+    launch.spans.take(beat(300), 25.5)  # of a rank that loses its peer
     launch.spans.closed("failure", "", 26.0, {})
     first, second, third = [each for each in launch.read() if each.name == "evaluation"]
     assert (first.began, first.ended, first.cause) == (15.0, 16.0, "finished")

@@ -67,7 +67,7 @@ class _Evaluation:
     span: str
     step: int
     ended: float | None = None
-    scores: dict[str, Any] = field(default_factory=dict)
+    scores: dict[str, Any] | None = None
 
 
 class Spans:
@@ -120,7 +120,8 @@ class Spans:
         """End a generation. The cause becomes known later: from an event, or when the launch ends."""
         with self._lock:
             self._decide(OTHER)
-            if self._evaluation is not None and self._evaluation.ended is not None:
+            # An evaluation that fails, as when another rank is killed, has no scores.
+            if self._evaluation is not None and self._evaluation.scores is not None:
                 self._end_evaluation(now)
             open_ones = [each.span for each in (self._epoch, self._evaluation) if each is not None]
             self._undecided = [*open_ones, *([self._generation] if self._generation else [])]
@@ -203,7 +204,7 @@ class Spans:
 
     def _end_evaluation(self, now: float) -> None:
         if (one := self._evaluation) is not None:
-            self._end(one.span, now if one.ended is None else one.ended, FINISHED, one.scores)
+            self._end(one.span, now if one.ended is None else one.ended, FINISHED, one.scores or {})
             self._evaluation = None
 
 
