@@ -199,7 +199,6 @@ def test_any_map_style_rows_can_be_ordered_by_ranges(caplog: pytest.LogCaptureFi
 def test_large_token_files_are_read_by_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_files, "MANY_WINDOWS", 1000)
     monkeypatch.setattr(token_files, "BLOCK_SAMPLES", 50)
-    monkeypatch.setattr(blocks, "BLOCK_SAMPLES", 50)
     for name, length in (("a", 4_011), ("b", 3), ("c", 3_215)):
         (numpy.arange(length) + ord(name) * 400).astype("<u2").tofile(tmp_path / f"{name}.bin")
     windows = tokens(tmp_path / "*.bin", length=4)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from tandem.data.blocks import range_sizes
+from tandem.data.blocks import BLOCK_SAMPLES, range_sizes
 from tandem.errors import ConfigError
 
 log = logging.getLogger("tandem.run")
@@ -24,7 +24,7 @@ class ArrowRows(Dataset[Any]):
 
     def block_sizes(self) -> list[int]:
         """Return the sizes of ranges of rows."""
-        return range_sizes(len(self.rows))
+        return range_sizes(len(self.rows), BLOCK_SAMPLES)
 
     def __len__(self) -> int:
         return len(self.rows)

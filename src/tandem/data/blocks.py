@@ -42,10 +42,10 @@ ADVISED_BYTES = 2**28
 """At most this much is requested from the kernel at a time, so that the request itself is fast."""
 
 
-def range_sizes(samples: int) -> list[int]:
-    """Return the sizes of blocks of BLOCK_SAMPLES; the last one has the rest."""
-    full, rest = divmod(samples, BLOCK_SAMPLES)
-    return [BLOCK_SAMPLES] * full + ([rest] if rest else [])
+def range_sizes(samples: int, block_samples: int) -> list[int]:
+    """Return the sizes of blocks of `block_samples`; the last one has the rest."""
+    full, rest = divmod(samples, block_samples)
+    return [block_samples] * full + ([rest] if rest else [])
 
 
 def read_ahead(parts: Iterable[tuple[Path, int, int]]) -> None:

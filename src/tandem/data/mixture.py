@@ -323,6 +323,9 @@ def _joined(parts: Sequence[Any], back: Tensor) -> Any:
     if isinstance(first, Mapping):
         return {name: _joined([part[name] for part in parts], back) for name in first}
     if isinstance(first, tuple | list):
+        if len({len(part) for part in parts}) > 1:
+            counts = " and ".join(map(str, sorted({len(part) for part in parts})))
+            raise ConfigError(f"mix(): batches of {counts} parts; expected the same from all datasets")
         return type(first)(_joined(values, back) for values in zip(*parts, strict=True))
     raise ConfigError(f"mix(): batches contain a {type(first).__name__}; expected tensors")
 

@@ -4,9 +4,11 @@ Formats: raw tokens without a header (.bin of nanoGPT), .bin with .idx (Megatron
 """
 
 import glob
+import logging
 import os
 import struct
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -19,7 +21,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from tandem.data.blocks import BLOCK_SAMPLES, range_sizes, read_ahead
+from tandem.data.token_packing import Packing, packed
 from tandem.errors import ConfigError
+
+log = logging.getLogger("tandem.run")
 
 RAW = ("uint16", "uint32")
 """The types of tokens in a .bin file without an index."""
@@ -40,7 +45,7 @@ class TokenFile(NamedTuple):
     length: int
 
 
-class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
+class TokenWindows(Dataset[tuple[Tensor, ...]]):
     """Samples (inputs, targets), int64 [length] each: tokens in a row, and the same one token further.
 
     A file is cut into windows from its start, across the ends of documents; tokens at its end that fill no
@@ -51,16 +56,17 @@ class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
         self.length = length
         self.files = [file for file in files if file.length > length]
         self._ends = list(accumulate((file.length - 1) // length for file in self.files))
+        self.left_out = sum(file.length for file in files) - len(self) * length
+        """Tokens that are in no window: up to `length` at the end of each file."""
         self._maps: dict[int, NDArray[Any]] = {}
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        inputs, targets = self.__getitems__([index])
-        return inputs[0], targets[0]
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return tuple(part[0] for part in self.__getitems__([index]))
 
-    def __getitems__(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
+    def __getitems__(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, ...]:
         chosen: list[int] = torch.as_tensor(indices).tolist()
         windows = numpy.empty((len(chosen), self.length + 1), dtype=numpy.int64)
         for row, index in enumerate(chosen):
@@ -73,16 +79,25 @@ class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
         return {**self.__dict__, "_maps": {}}
 
     def _window(self, index: int) -> NDArray[Any]:
+        number, window = self._place(index)
+        start = window * self.length
+        return self._mapped(number)[start : start + self.length + 1]
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """Return (number of the file, number of the window in it)."""
         place = index + len(self) if index < 0 else index
         if not 0 <= place < len(self):
             raise IndexError(f"no window {index}; there are {len(self)}")
         number = bisect_right(self._ends, place)
-        start = (place - (self._ends[number - 1] if number else 0)) * self.length
+        return number, place - (self._ends[number - 1] if number else 0)
+
+    def _mapped(self, number: int) -> NDArray[Any]:
+        """Return the tokens of a file."""
         if number not in self._maps:
             path, dtype, offset, size = self.files[number]
             mapped = numpy.memmap(path, dtype, mode="r", offset=offset, shape=(size,))
             self._maps[number] = mapped.view(numpy.ndarray)  # a slice of a memmap takes ten times as long
-        return self._maps[number][start : start + self.length + 1]
+        return self._maps[number]
 
 
 MANY_WINDOWS = 4_000_000
@@ -90,11 +105,12 @@ MANY_WINDOWS = 4_000_000
 
 
 class TokenBlocks(TokenWindows):
-    """Windows that are read by ranges of a file; see `BlockSource`."""
+    """Windows that are read by ranges of a file, of `block_samples` each; see `BlockSource`."""
 
-    def __init__(self, files: Sequence[TokenFile], length: int) -> None:
+    def __init__(self, files: Sequence[TokenFile], length: int, block_samples: int) -> None:
         super().__init__(files, length)
-        of_files = [range_sizes((file.length - 1) // length) for file in self.files]
+        self._block_samples = block_samples
+        of_files = [range_sizes((file.length - 1) // length, block_samples) for file in self.files]
         self._sizes = [size for sizes in of_files for size in sizes]
         self._block_ends = list(accumulate(len(sizes) for sizes in of_files))
         """The number of blocks up to the end of each file."""
@@ -112,11 +128,87 @@ class TokenBlocks(TokenWindows):
         file = self.files[number]
         first = block - (self._block_ends[number - 1] if number else 0)
         window = self.length * numpy.dtype(file.dtype).itemsize
-        return file.path, file.offset + first * BLOCK_SAMPLES * window, self._sizes[block] * window
+        return file.path, file.offset + first * self._block_samples * window, self._sizes[block] * window
+
+
+PACKED_SAMPLES = 256
+"""Documents are packed within so many samples. More would cut fewer documents, but take longer."""
+PACKED_TOKENS = 2**22
+FEWEST_PACKED = 16
+"""With long samples, fewer of them are packed at a time, within so many tokens, which are read at once."""
+PACKINGS = 8
+"""Of so many blocks are packings kept, if `hold` does not say. A document needs about 10 bytes."""
+IGNORED = -100
+"""The target after the end of a document. torch's cross_entropy ignores it."""
+
+
+class PackedTokens(TokenBlocks):
+    """Samples (inputs, targets, documents), int64 [length] each: documents that fill a row exactly.
+
+    A document ends with the token `end_of_document`. Each block of a file is packed for itself (`packed`), so
+    its ends cut documents, and no table of all documents is needed. A target is the next token of the same
+    document, also where the document is cut, and IGNORED after its end. `documents` numbers the documents of
+    a sample from 0. Each token is an input of one sample, except for `left_out`.
+    """
+
+    def __init__(self, files: Sequence[TokenFile], length: int, end_of_document: int) -> None:
+        super().__init__(files, length, max(FEWEST_PACKED, min(PACKED_SAMPLES, PACKED_TOKENS // length)))
+        self.end_of_document = end_of_document
+        self._packings: OrderedDict[tuple[int, int], Packing] = OrderedDict()
+        """By file and block, the last used at the end; they are computed again when they are needed again."""
+        self._capacity = PACKINGS
+
+    def hold(self, blocks: int, processes: int) -> None:
+        """Keep the packings of so many blocks, from which a rank reads at a time."""
+        self._capacity = max(PACKINGS, blocks)
+
+    def __getitems__(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, ...]:
+        chosen: list[int] = torch.as_tensor(indices).tolist()
+        made = numpy.empty((3, len(chosen), self.length), dtype=numpy.int64)
+        for row, index in enumerate(chosen):
+            self._fill(made[:, row], index)
+        inputs, targets, documents = torch.from_numpy(made).unbind()
+        targets.masked_fill_(inputs == self.end_of_document, IGNORED)
+        return inputs, targets, documents
+
+    def __getstate__(self) -> Mapping[str, Any]:
+        return {**super().__getstate__(), "_packings": OrderedDict()}
+
+    def _fill(self, sample: NDArray[numpy.int64], index: int) -> None:
+        """Write inputs, targets (also after the end of a document) and documents, [3, length]."""
+        number, window = self._place(index)
+        block, row = divmod(window, self._block_samples)
+        packing = self._packing(number, block)
+        pieces = slice(packing.rows[row], packing.rows[row + 1])
+        lengths = packing.lengths[pieces].astype(numpy.int64)
+        starts = packing.starts[pieces] + numpy.int64(block * self._block_samples * self.length)
+        places = numpy.arange(self.length) + numpy.repeat(starts - lengths.cumsum() + lengths, lengths)
+        mapped = self._mapped(number)
+        sample[0] = mapped[places]
+        sample[1] = mapped[places + 1]
+        sample[2] = numpy.repeat(numpy.arange(len(lengths)), lengths)
+
+    def _packing(self, number: int, block: int) -> Packing:
+        key = (number, block)
+        if key in self._packings:
+            self._packings.move_to_end(key)
+            return self._packings[key]
+        first = block * self._block_samples
+        windows = min(self._block_samples, (self.files[number].length - 1) // self.length - first)
+        stored = self._mapped(number)[first * self.length : (first + windows) * self.length]
+        made = packed(stored, self.end_of_document, self.length)
+        if len(self._packings) >= self._capacity:
+            self._packings.popitem(last=False)
+        self._packings[key] = made
+        return made
 
 
 def tokens(
-    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], length: int, dtype: str = "uint16"
+    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    length: int,
+    dtype: str = "uint16",
+    *,
+    end_of_document: int | None = None,
 ) -> TokenWindows:
     """Return the token files as a dataset of windows of `length` tokens, (inputs, targets) of int64.
 
@@ -124,7 +216,11 @@ def tokens(
     their names. `dtype`: "uint16" or "uint32", for .bin files without an .idx next to them.
     More than MANY_WINDOWS windows are ordered by blocks of 1,000.
 
-    Raises ConfigError if nothing matches, and for a file of the wrong size, type or format.
+    `end_of_document`: the token that ends each document. Samples are then (inputs, targets, documents), with
+    whole documents as far as possible, ordered by blocks of PACKED_SAMPLES; see `PackedTokens`.
+
+    Raises ConfigError if nothing matches, for a file of the wrong size, type or format, and if the first file
+    has no such token among its first SEARCHED_TOKENS.
     """
     if length < 1:
         raise ConfigError(f"tokens(): length: invalid value {length}; expected an integer >= 1")
@@ -140,7 +236,47 @@ def tokens(
             f"tokens(): {', '.join(map(str, patterns))}: the longest file has {longest:,} tokens; "
             f"expected at least {length + 1:,}, for one window of length {length:,} and its targets"
         )
-    return TokenBlocks(found, length) if len(windows) > MANY_WINDOWS else windows
+    if end_of_document is not None:
+        _check_end(windows.files, end_of_document)
+        return PackedTokens(found, length, end_of_document)
+    return TokenBlocks(found, length, BLOCK_SAMPLES) if len(windows) > MANY_WINDOWS else windows
+
+
+SEARCHED_TOKENS = 2**24
+"""A document that is longer is taken for a wrong `end_of_document`."""
+CHUNK_TOKENS = 2**16
+
+
+def _check_end(files: Sequence[TokenFile], end_of_document: int) -> None:
+    """Raise ConfigError unless all files can have this token, and the first one has it near its start.
+
+    A later file may be the rest of a long document, so it only causes a warning.
+    """
+    what = f"tokens(): end_of_document: invalid value {end_of_document!r}; expected"
+    if isinstance(end_of_document, bool) or not isinstance(end_of_document, int):
+        raise ConfigError(f"{what} the number of a token")
+    for file in files:
+        most = int(numpy.iinfo(file.dtype).max)
+        if not 0 <= end_of_document <= most:
+            raise ConfigError(f"{what} 0 to {most:,}, a token of {file.path}")
+    without = next((file for file in files if not _has(file, end_of_document)), None)
+    if without is None:
+        return
+    among = f"among the first {min(without.length, SEARCHED_TOKENS):,} tokens of {without.path}"
+    if without == files[0]:
+        raise ConfigError(f"{what} the token that ends each document, but it is not {among}")
+    log.warning(
+        f"tokens(): end_of_document: {end_of_document} is not {among}, which are packed as one document; "
+        "was this file written by another tokenizer?"
+    )
+
+
+def _has(file: TokenFile, token: int) -> bool:
+    """Return whether a token is near the start of a file, of which no more is read than needed."""
+    count = min(file.length, SEARCHED_TOKENS)
+    stored = numpy.memmap(file.path, file.dtype, mode="r", offset=file.offset, shape=(count,))
+    chunks = (stored[start : start + CHUNK_TOKENS] for start in range(0, count, CHUNK_TOKENS))
+    return any((chunk == token).any() for chunk in chunks)
 
 
 def _matching(pattern: str) -> list[Path]:
