@@ -1,4 +1,4 @@
-"""Tell all agents why ranks exit together, and what the next generation has to do differently.
+"""Tell all agents why ranks exit together, and what the next generation must do differently.
 
 A rank writes to the agents' store before it exits. An agent whose ranks lose it as a peer can therefore read
 there why.
