@@ -16,7 +16,8 @@
     ├── StuckError            137    a process of the last generation cannot be killed
     ├── PeerLostError         200    another rank or the master is gone (retried)
     ├── DataUnavailableError  200    a server of the training data does not answer (retried)
-    └── SmallerBatchError     200    out of memory; all ranks restart with a smaller micro-batch (retried)
+    ├── SmallerBatchError     200    out of memory; all ranks restart with a smaller micro-batch (retried)
+    └── WrongNodeError        200    a node computes wrongly; all ranks restart without it (retried)
 
 The message of each is one line: what is wrong, what was expected, what to do.
 """
@@ -144,7 +145,15 @@ class ReplicaMismatchError(TandemError):
 
 
 class ReplayMismatchError(TandemError):
-    """A rank computes other bits from a micro-batch than another rank does."""
+    """A rank computes other bits from a micro-batch than another rank does.
+
+    `nodes` have the ranks that are certainly wrong. `clean` is the last step that was checked and right.
+    """
+
+    def __init__(self, message: str, nodes: Sequence[int] = (), clean: int | None = None) -> None:
+        super().__init__(message)
+        self.nodes = nodes
+        self.clean = clean
 
 
 class GpuLostError(TandemError):
@@ -187,5 +196,11 @@ class DataUnavailableError(TandemError):
 
 class SmallerBatchError(TandemError):
     """This rank ran out of memory, and all ranks restart with a smaller micro-batch."""
+
+    exit_code: ClassVar[int] = PEER_LOST
+
+
+class WrongNodeError(TandemError):
+    """A node computes wrongly, and all ranks restart without it."""
 
     exit_code: ClassVar[int] = PEER_LOST

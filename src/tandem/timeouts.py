@@ -187,6 +187,8 @@ SPARE_BEATS_MISSED = 10
 
 A node that was only slow becomes a spare, and nothing is lost; an earlier exchange would be needless.
 """
+SPARE_TAKES_SECONDS = 30.0
+"""How long a node that computes wrongly waits for a spare; node 0 decides when its own ranks have ended."""
 SPARE_WARM_SECONDS = 2.0
 """Until a waiting node forks its standby processes: the ranks of a generation that starts need the cores."""
 SPARES_LEAVE_SECONDS = 3.0

@@ -2,7 +2,15 @@
 
 import pytest
 
-from tandem.launch.places import NodeReport, PlaceOwner, PlaceTable, from_text, report_from, to_text
+from tandem.launch.places import (
+    COMPUTES_WRONGLY,
+    NodeReport,
+    PlaceOwner,
+    PlaceTable,
+    from_text,
+    report_from,
+    to_text,
+)
 
 SILENCE, LONG_SILENCE, PATIENCE = 1.0, 5.0, 10.0
 
@@ -66,6 +74,17 @@ def test_a_spare_begins_in_the_place_of_a_node_that_does_not_come() -> None:
     assert job.passes(PATIENCE + 1) == ["2: 2", "1: 3"]
     job.starts(1)
     assert not job.passes(20) and job.table.waiting(job.now) == [1]
+
+
+def test_a_node_that_computes_wrongly_loses_its_place_for_good(job: Job) -> None:
+    job.table.charge(2, COMPUTES_WRONGLY)
+    assert not job.passes(5, is_interrupted=False, is_training=True)
+    assert job.passes(2) == ["2: 3"]
+    assert not job.table.waiting(job.now), "it is no spare"
+    del job.live[3]
+    assert not job.passes(20), "rather no node than a wrong one"
+    job.starts(3, token="second")
+    assert job.passes(2) == ["2: 3"]
 
 
 def test_a_silent_node_loses_its_place_and_becomes_a_spare(job: Job) -> None:

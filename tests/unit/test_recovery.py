@@ -97,20 +97,20 @@ def test_ranks_that_were_aborted_after_another_ran_out_of_memory_are_not_the_cau
     recovery = Recovery(SimpleNamespace(placement=placement, view=view), store)  # type: ignore[arg-type]
     ranks = {n: Position(rank=n, local_rank=n, world_size=2) for n in range(2)}
     fresh = ResumeDecision("fresh")
-    assert recovery.out_of_memory(prefix) == ""
+    assert recovery.requested(prefix) == ""
     assert recovery.with_smaller_batch(fresh) == fresh
     OutOfMemory(prefix, 1, 0, 8, 4).write(store)
     recovery.failed(ranks, prefix, {0: 143, 1: 143})
-    assert recovery.memory_reason == ""
+    assert recovery.request == ""
     recovery.failed(ranks, prefix, {0: 1, 1: 200})
-    assert recovery.memory_reason == ""
+    assert recovery.request == ""
     recovery.failed(ranks, prefix, {0: 134, 1: 200}, aborted={0})
-    why = recovery.memory_reason
+    why = recovery.request
     recovery.trains(1)
     (event,) = view.events
     assert event["kind"] == "recovered" and event["cause"] == why
     assert why.startswith("rank 1 on node 0 ran out of memory") and why in caplog.messages[0]
-    assert recovery.out_of_memory("generation/1.cd") == ""
+    assert recovery.requested("generation/1.cd") == ""
     assert recovery.with_smaller_batch(fresh).micro_batch == 4
 
 

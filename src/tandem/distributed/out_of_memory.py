@@ -1,21 +1,18 @@
 """Detect that a rank ran out of memory, and tell all agents which micro-batch to try next.
 
-The rank that ran out of memory writes to the agents' store before it exits. An agent whose ranks lose it as a
-peer can therefore read there why. Two ranks write the same sizes, because all ranks know all shares.
+The rank that ran out of memory writes a note (see `restart_notes`). Two ranks write the same sizes, because
+all ranks know all shares.
 """
 
-import contextlib
-import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tandem.distributed.peers import chain
+from tandem.distributed.restart_notes import read, write
 from tandem.errors import text_of
-from tandem.telemetry.messages import checked
-from tandem.torch_private import without_prefixes
 
 KEY = "tandem/out-of-memory"
 WORDS = re.compile(
@@ -54,16 +51,11 @@ class OutOfMemory:
         )
 
     def write(self, store: Any) -> None:
-        """Write it to the agents' store, where it is once this returns. Raises RuntimeError."""
-        store = without_prefixes(store)
-        store.set(KEY, json.dumps(asdict(self)))
-        store.check([KEY])  # a set has no answer, and this rank exits next
+        """Write it to the agents' store. Raises RuntimeError."""
+        write(store, KEY, self)
 
 
 def newest_in(store: Any) -> OutOfMemory | None:
     """Return what a rank of this or an earlier generation has written to the agents' store, if any has."""
-    with contextlib.suppress(RuntimeError, ValueError, RecursionError):  # any client can write there
-        if store.check([KEY]):
-            found = checked(OutOfMemory, json.loads(store.get(KEY)))
-            return found if 0 < found.fits < found.samples else None
-    return None
+    found = read(store, KEY, OutOfMemory)
+    return found if found is not None and 0 < found.fits < found.samples else None

@@ -215,16 +215,18 @@ class NodeAgent(SimpleElasticAgent):
         # A third attempt would hang in the same place.
         if self._hang is not None and self._hang.again:
             return PEER_LOST, self._hang.text
+        if self._recovery.is_wrong and not self._places.give_up(self._root):
+            return FAILED, f"{how}; no spare has taken its place: start the job again without that machine"
         # A lack of memory is charged to no node: the micro-batch can be halved only a few times.
         # Charge any other failure to one node only; see `_is_to_blame`.
-        if not self._recovery.memory_reason and self._is_to_blame(code):
+        if not self._recovery.request and self._is_to_blame(code):
             self._budget.incidents += 1
             if self._hang is not None or (code != PEER_LOST and not self._recovery.has_lost_others()):
                 self._places.charge(self._root)
         if self._budget.is_spent:
             return KILLED if self._stop else PEER_LOST, f"{self._budget} is spent: {how}"
         log.warning("%s; restarting all ranks (generation %d)", how, self._grant.restart + 2)
-        if not self._recovery.memory_reason:
+        if not self._recovery.request:
             self._repeats.ended(code, self._positions, self._prefix, self._grant, codes)
         return None
 
@@ -244,7 +246,7 @@ class NodeAgent(SimpleElasticAgent):
         if self._cause is not None:
             return str(self._cause) if self._cause.code == PEER_LOST else self._cause.in_one_line()
         # The codes are those of ranks that this agent has killed, or of any that lost a peer.
-        if known := self._known_cause() or self._recovery.memory_reason:
+        if known := self._known_cause() or self._recovery.request:
             return known
         shown = {PEER_LOST: f"{PEER_LOST} (lost other ranks)"}
         ends = (shown.get(each, str(each)) for each in sorted(set(codes.values())))
@@ -279,7 +281,7 @@ class NodeAgent(SimpleElasticAgent):
             codes = self._workers.codes()
             failed = failures(codes)
             explained = any(code != PEER_LOST for code in failed.values())
-            explained = explained or bool(self._recovery.out_of_memory(self._prefix))
+            explained = explained or bool(self._recovery.requested(self._prefix))
             if explained or None not in codes.values() or running_clock.now() > deadline:
                 return failed
             self._workers.pause(MONITOR_SECONDS)

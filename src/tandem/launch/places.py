@@ -14,6 +14,8 @@ from tandem.telemetry.messages import checked
 NO_PLACE = -1
 MOST_FAILURES = 3
 """A node with this many failures is left out while another node can take its place."""
+COMPUTES_WRONGLY = 1_000_000
+"""Failures that are charged to a node whose results are wrong: it gets no place again."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,10 @@ class PlaceTable:
         found = [
             node
             for node, (report, at) in self._heard.items()
-            if report.waits and at >= since and PlaceOwner(node, report.token) not in held
+            if report.waits
+            and at >= since
+            and PlaceOwner(node, report.token) not in held
+            and self.failures(node) < COMPUTES_WRONGLY
         ]
         return sorted(
             found, key=lambda node: (self.failures(node) >= MOST_FAILURES, self.failures(node), node)
@@ -154,7 +159,8 @@ class PlaceTable:
             why = f"has been silent for {silence:.1f} s"
         elif is_interrupted and self.failures(holder.node) >= MOST_FAILURES:
             waiting = [node for node in waiting if self.failures(node) < MOST_FAILURES]
-            why = f"has failed {self.failures(holder.node)} times"
+            is_wrong = self.failures(holder.node) >= COMPUTES_WRONGLY
+            why = "computes wrongly" if is_wrong else f"has failed {self.failures(holder.node)} times"
             return Reassignment(place, waiting[0], holder.node, why, is_left_out=True) if waiting else None
         else:
             return None

@@ -18,6 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.distributed.out_of_memory import newest_in
 from tandem.distributed.position import Grant, Position
+from tandem.distributed.restart_notes import WRONG_NODE, WrongNode, read
 from tandem.errors import FINISHED, GPU_FAILED, PEER_LOST, STOPPED, is_own, shell_code, was_killed
 from tandem.launch.node_context import NodeContext
 from tandem.log import counted
@@ -47,8 +48,10 @@ class Recovery:
         self._keys = list[str]()
         self._is_aborted = False
         self._why = ""
-        self.memory_reason = ""
-        """Which rank ran out of memory, and what follows; "" if that did not end the last generation."""
+        self.request = ""
+        """Why ranks asked for a restart, and what follows; "" if that did not end the last generation."""
+        self.is_wrong = False
+        """Whether they asked for it because the ranks of this node compute wrongly."""
 
     def failed(
         self,
@@ -66,7 +69,8 @@ class Recovery:
         first = positions[0]
         key = f"{prefix}/killed/"
         self._since, self._step = time.monotonic(), self._node.view.rank_0_step()
-        self.memory_reason = ""
+        self.request = ""
+        self.is_wrong = False
         self._keys = [f"{key}{node}" for node in range(first.nodes)]
         # Only if all others lost their peers: a rank that failed by itself explains the abort.
         self._is_aborted = bool(aborted) and all(
@@ -83,8 +87,10 @@ class Recovery:
                 self._store.set(f"{key}{first.node_rank}", json.dumps(killed))
             # A rank that failed by itself explains the end of the others.
             if not any(code is not None and is_own(code) for code in codes.values()):
-                self.memory_reason = self.out_of_memory(prefix)
-        self._why = why or self.memory_reason
+                self.request = self.requested(prefix)
+                wrong = read(self._store, WRONG_NODE, WrongNode)
+                self.is_wrong = wrong is not None and (wrong.prefix, wrong.node) == (prefix, first.node_rank)
+        self._why = why or self.request
 
     def has_lost_others(self, seconds: float = OTHERS_SECONDS) -> bool:
         """Return whether the ranks here were aborted because a rank of another node was killed or failed.
@@ -100,10 +106,10 @@ class Recovery:
             time.sleep(MONITOR_SECONDS)
         return False
 
-    def out_of_memory(self, prefix: str) -> str:
-        """Return which rank ran out of memory in the generation with this prefix, and what follows, or ""."""
-        found = newest_in(self._store)
-        return str(found) if found is not None and found.prefix == prefix else ""
+    def requested(self, prefix: str) -> str:
+        """Return why ranks of the generation at this prefix asked for a restart, and what follows, or ""."""
+        notes = (newest_in(self._store), read(self._store, WRONG_NODE, WrongNode))
+        return next((str(note) for note in notes if note is not None and note.prefix == prefix), "")
 
     def with_smaller_batch(self, resume: ResumeDecision) -> ResumeDecision:
         """Return the decision with the micro-batch size that an earlier generation has left, if any."""

@@ -21,6 +21,7 @@ from tandem import running_clock
 from tandem.errors import FINISHED, STOPPED
 from tandem.launch.node_context import NodeContext
 from tandem.launch.places import (  # fmt: skip
+    COMPUTES_WRONGLY,
     MOST_FAILURES,
     NO_PLACE,
     NodeReport,
@@ -47,6 +48,7 @@ from tandem.timeouts import (
     KEEP_ALIVE_ATTEMPTS,
     SPARE_BEAT_SECONDS,
     SPARE_BEATS_MISSED,
+    SPARE_TAKES_SECONDS,
     SPARE_WARM_SECONDS,
     SPARES_LEAVE_SECONDS,
     STANDBY_SECONDS,
@@ -97,6 +99,10 @@ class Places:
 
     def charge(self, store: TCPStore) -> None:
         """Record a failure of this node's own ranks."""
+
+    def give_up(self, store: TCPStore) -> bool:
+        """Ask for another node in this place; return whether one has taken it within a limit."""
+        return False
 
     def end(self, store: TCPStore | None) -> None:
         """Stop; on node 0, whose store this is, first let the spares read how the job ended."""
@@ -198,6 +204,16 @@ class OwnPlace(Places):
                 if self._held(store) is None:
                     return
                 time.sleep(self._pause)
+
+    def give_up(self, store: TCPStore) -> bool:
+        with contextlib.suppress(RuntimeError):
+            store.add(_failures(self._number), COMPUTES_WRONGLY)
+            deadline = running_clock.now() + SPARE_TAKES_SECONDS
+            while running_clock.now() < deadline:
+                if self._held(store) is None:
+                    return True
+                time.sleep(self._pause)
+        return False
 
     def end(self, store: TCPStore | None) -> None:
         self._closing.set()

@@ -28,10 +28,12 @@ from tandem.errors import (
     PeerLostError,
     SmallerBatchError,
     TandemError,
+    WrongNodeError,
 )
 from tandem.log import log_if_slow
 from tandem.rank.session import RankSession
 from tandem.rank.smaller_batches import OutOfMemoryHandler
+from tandem.rank.wrong_nodes import leaving_out
 from tandem.signals import StopFlag
 from tandem.tasks.base import WholeTask, load_task, task_class
 from tandem.tasks.build import datasets_of, model_of
@@ -110,7 +112,7 @@ def run_rank(
         with session:
             _run(session, job.chosen, stop)
         return session.code
-    except SmallerBatchError as error:
+    except (SmallerBatchError, WrongNodeError) as error:
         end_loaders()
         log.info("%s", error, extra={"detail": in_one_line(error.__cause__ or error)})  # its agent warns
         return error.exit_code
@@ -225,7 +227,7 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
     beginning = session.beginning
     planned = train_state.planned
     first = f"running the first steps (--log-every {settings.telemetry.log_every})"
-    with saver, log_if_slow(first) if world.is_first else nullcontext():
+    with leaving_out(session), saver, log_if_slow(first) if world.is_first else nullcontext():
         # After the task has ended a run, another --steps or --epochs continues it.
         saver.is_end = beginning.ended_of == planned
         with handler.watching():

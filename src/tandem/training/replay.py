@@ -186,6 +186,8 @@ class ReplayCheck:
             {"node": f"node {position.node_rank} ({position.node_name})", "device": device}
         )
         found = [{"rank": rank, **places[rank], "tensor": name} for rank, name in verdict.wrong.items()]
+        node_of = self._world.gather(position.node_rank)
+        nodes = sorted({node_of[rank] for rank in verdict.wrong})
         self._recorder.event(
             "replay_mismatch", step=step, ranks=found, certain=verdict.is_certain, clean=self._last_clean
         )
@@ -200,7 +202,9 @@ class ReplayCheck:
         raise ReplayMismatchError(
             f"step {step + 1} does not count: another rank got different bits from the same micro-batch; "
             f"{'wrong' if verdict.is_certain else 'one of these is wrong, or the loss is not repeatable'}: "
-            f"{named}; leave that machine out, and resume from a checkpoint {good} with --resume PATH@STEP"
+            f"{named}; leave that machine out, and resume from a checkpoint {good} with --resume PATH@STEP",
+            nodes if verdict.is_certain else (),
+            clean,
         )
 
 
