@@ -37,7 +37,7 @@ from torch import Tensor
 
 from tandem.checkpoint.node_memory import NodeMemory
 from tandem.checkpoint.plain import restored
-from tandem.checkpoint.state import flatten, home_or_memory, homes_by_index, unflatten
+from tandem.checkpoint.state import destinations_by_index, flatten, home_or_memory, unflatten
 from tandem.process import memory_left
 from tandem.torch_private import copy_all
 
@@ -425,7 +425,7 @@ def read_slot(
     geometries = [GEOMETRY.unpack_from(memory, GEOMETRY_AT) for memory in memories]
     starts = [_slot_start(slot, slot_bytes) for _, slot_bytes in geometries]
     skeleton, forms, own = _header(memories[0], starts[0])
-    there = homes_by_index(skeleton, homes)
+    there = destinations_by_index(skeleton, homes)
     tensors = [
         home_or_memory(there.get(index), getattr(torch, dtype), torch.Size(shape))
         for index, (dtype, shape) in enumerate(forms)
