@@ -13,11 +13,11 @@ alternating between two slots:
 
 A rank marks a slot as being written, writes it, and marks it with the step. The ranks step together: when one
 of them writes a snapshot, all have written the one before. So one slot is always complete, as long as all
-ranks write to the same slot. Restarted ranks therefore get the number of the complete slot. They cannot derive
-it from the marks of a killed rank, whose last write may be incomplete.
+ranks write to the same slot. Restarted ranks therefore get the number of the complete slot. They cannot
+derive it from the marks of a killed rank, whose last write may be incomplete.
 
-Nodes may have different snapshots of the same step, if one was away while the others returned to a checkpoint.
-Two snapshots are the same only if their step, their generation and their skeleton are equal.
+Nodes may have different snapshots of the same step, if one node was away while the others returned to a
+checkpoint. Two snapshots are the same only if their step, their generation and their skeleton are equal.
 """
 
 import errno
