@@ -59,9 +59,9 @@ class Check(NamedTuple):
         return ("played_gpu" if self.played else "tandem", "launch")
 
     def run(self, name: str, *words: object, limit: float = 150.0, **environ: str) -> tuple[Path, str]:
-        """`tandem launch` in a folder of its own, to its end: its run directory, its output.
+        """Run `tandem launch` to its end in its own directory; return its run directory and output.
 
-        Raises RuntimeError where it fails or `limit` seconds pass.
+        Raises RuntimeError if it fails or takes more than `limit` seconds.
         """
         run_dir = self.folder / name
         command = [sys.executable, "-m", *self.launcher, *QUIET, "--run-dir", run_dir, *words]
@@ -310,10 +310,10 @@ def synchronizations(check: Check) -> list[Row]:
 
 
 def snapshots(check: Check) -> list[Row]:
-    """What snapshots cost: a text model with AdamW's state, 1.5 GB, with and without them.
+    """Measure what snapshots cost: a text model with 1.5 GB of AdamW state, with and without them.
 
-    By the model's own clock, because what tandem says of its pace leaves out snapshots and saves. The steps
-    that are measured come after the first snapshot, which allocates, and are enough for several.
+    The model's own clock measures the steps, because tandem's samples per second exclude snapshots and saves.
+    The measured steps come after the first snapshot, which allocates memory, and include several snapshots.
     """
     scale, batch, first, last, rounds = ("tiny", 2, 2, 5, 1) if check.played else ("full", 16, 160, 560, 2)
     words = ["--nproc", 1, "--task", f"{TASKS}:Gpt124m", "--task.scale", scale, "--batch-size", batch]
@@ -342,7 +342,7 @@ def snapshots(check: Check) -> list[Row]:
 
 
 def _gauge(run_dir: Path, name: str) -> float | None:
-    """The last value of a metric, of its first label, or None."""
+    """Return the last value of a metric, with its first label, or None."""
     lines = (run_dir / "metrics.prom").read_text().splitlines()
     return next((float(line.split()[-1]) for line in lines if re.match(name + "[ {]", line)), None)
 

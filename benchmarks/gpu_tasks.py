@@ -55,7 +55,7 @@ def _wait() -> None:
 
 @dataclass
 class Timed:
-    """A task that notes how long its steps took, between two steps: by default those of its scale."""
+    """A task that records the duration of its steps between two steps, by default those of its scale."""
 
     scale: str = "full"
     first: int = 0

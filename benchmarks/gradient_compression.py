@@ -72,7 +72,7 @@ def train(rank: int, width: int, steps: int) -> dict[str, tuple[int, list[float]
     from tandem.tasks.base import WholeTask
     from tandem.telemetry.clock import Clock
     from tandem.telemetry.meter import Costs
-    from tandem.training.step import Proposal, Stepper
+    from tandem.training.step import Proposal, TrainStep
     from wide_model import Wide
 
     torch.set_num_threads(1)
@@ -89,14 +89,14 @@ def train(rank: int, width: int, steps: int) -> dict[str, tuple[int, list[float]
         model = strategy.shard(task.build_model())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         made = settings.compute, settings.optimization, BATCH, 0, task, model, optimizer
-        steppers[kind] = Stepper(world, strategy, *made, Clock())
+        steppers[kind] = TrainStep(world, strategy, *made, Clock())
         steppers[kind].take_dry_step([batch], 0, Costs())
         found[kind] = strategy.sync_bytes(list(model.parameters())), []
     for step in range(WARM_UP + steps):
-        for kind, stepper in steppers.items():
+        for kind, train_step in steppers.items():
             world.sum([0.0])  # both begin together
             began = time.perf_counter()
-            stepper.take([batch], step, Proposal())
+            train_step.take([batch], step, Proposal())
             if step >= WARM_UP:
                 found[kind][1].append(1000 * (time.perf_counter() - began))
     world.sum([0.0])

@@ -45,7 +45,7 @@ from tandem.telemetry.messages import Message, Samples
 from tandem.telemetry.meter import Costs
 from tandem.telemetry.recorder import Recorder
 from tandem.telemetry.registry import Registry
-from tandem.training.step import Proposal, Stepper
+from tandem.training.step import Proposal, TrainStep
 
 RANKS = 4
 WINDOW = 20
@@ -72,25 +72,25 @@ class SleepyTask:
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def make_stepper(world: ProcessGroup, task: SleepyTask, batch: int) -> tuple[Stepper, list[Any]]:
+def make_stepper(world: ProcessGroup, task: SleepyTask, batch: int) -> tuple[TrainStep, list[Any]]:
     torch.manual_seed(0)
     settings = Settings.from_dict({"batch_size": batch * world.size})
     strategy, compute, optimization = load("ddp", world), settings.compute, settings.optimization
     model = strategy.shard(task.build_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     whole: Any = WholeTask(task)  # type: ignore[arg-type]
-    stepper = Stepper(
+    train_step = TrainStep(
         world, strategy, compute, optimization, batch * world.size, 0, whole, model, optimizer, Clock()
     )
     micro_batches = [(torch.randn(batch, 64), torch.randint(10, (batch,)))]
-    stepper.take_dry_step(micro_batches, 0, Costs())
-    return stepper, micro_batches
+    train_step.take_dry_step(micro_batches, 0, Costs())
+    return train_step, micro_batches
 
 
-def one_step(stepper: Stepper, micro_batches: list[Any], step: int) -> None:
-    stepper.clock.begin_step()
-    stepper.clock.enter("transfer")
-    stepper.take(micro_batches, step, Proposal())
+def one_step(train_step: TrainStep, micro_batches: list[Any], step: int) -> None:
+    train_step.clock.begin_step()
+    train_step.clock.enter("transfer")
+    train_step.take(micro_batches, step, Proposal())
 
 
 def open_world(rank: int, ranks: int, port: int) -> ProcessGroup:
@@ -103,7 +103,7 @@ def open_world(rank: int, ranks: int, port: int) -> ProcessGroup:
 def name_stragglers(rank: int, port: int, trials: int, output: str) -> None:
     """Run `trials` with a slow rank and as many without, in random order."""
     world, task = open_world(rank, RANKS, port), SleepyTask()
-    stepper, micro_batches = make_stepper(world, task, 8)
+    train_step, micro_batches = make_stepper(world, task, 8)
     draw = random.Random(7)  # the same on all ranks
     plan = [draw.randrange(RANKS) for _ in range(trials)] + [None] * trials
     draw.shuffle(plan)
@@ -112,8 +112,8 @@ def name_stragglers(rank: int, port: int, trials: int, output: str) -> None:
         task.seconds = SLEEP_SECONDS * (SLOWED if rank == slow else 1)
         times: list[Any] = []
         for _ in range(WINDOW):
-            one_step(stepper, micro_batches, step)
-            times += stepper.clock.end_step()
+            one_step(train_step, micro_batches, step)
+            times += train_step.clock.end_step()
             step += 1
         rows = world.gather_rows(stragglers.row_of(rank, times)).rows()
         verdict = stragglers.judge(stragglers.from_rows(rows))
@@ -133,28 +133,28 @@ def measure_cost(rank: int, port: int, blocks: int, folder: str, scraping: Flag)
     `scraping` enables the scraper.
     """
     world, task = open_world(rank, 2, port), SleepyTask()
-    stepper, micro_batches = make_stepper(world, task, 120)
+    train_step, micro_batches = make_stepper(world, task, 120)
     task.seconds = 0.003
     sender = Sender(Path(folder) / "s")
-    recorder = Recorder(rank, 240, sender.send, stepper.clock)
+    recorder = Recorder(rank, 240, sender.send, train_step.clock)
     recorder.begin_run(0, 1000, 10**6, None, None, None)
     recorder.costs(Costs(4000.0, 5e8, 2, 10**5))
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
-    host_clock, bare, step = stepper.clock, BareClock(), 0
+    host_clock, bare, step = train_step.clock, BareClock(), 0
     draw = random.Random(3)  # the same on all ranks
     for mode in (mode for _ in range(blocks) for mode in draw.sample(MODES, len(MODES))):
-        stepper.clock = bare if mode == "bare" else host_clock
+        train_step.clock = bare if mode == "bare" else host_clock
         if rank == 0:
             (scraping.set if mode == "scraped" else scraping.clear)()
         dist.barrier()
         began = time.perf_counter()
         for _ in range(BLOCK_STEPS):
-            one_step(stepper, micro_batches, step)
+            one_step(train_step, micro_batches, step)
             step += 1
             if mode != "bare":
                 recorder.end_step(0.1)
                 if step % BLOCK_STEPS == 0:
-                    recorder.log_interval(step, stepper.read(), world.gather_rows)
+                    recorder.log_interval(step, train_step.read(), world.gather_rows)
         seconds[mode].append((time.perf_counter() - began) / BLOCK_STEPS)
     if rank == 0:
         (Path(folder) / "cost.json").write_text(json.dumps(seconds))

@@ -16,7 +16,7 @@ from tandem.distributed.group import ProcessGroup
 from tandem.tasks.base import WholeTask
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Costs
-from tandem.training.step import Proposal, Stepper
+from tandem.training.step import Proposal, TrainStep
 
 pytestmark = pytest.mark.multi
 
@@ -38,13 +38,13 @@ def step(group: ProcessGroup, name: str, cut: dict[str, Any]) -> tuple[int, floa
     torch.manual_seed(1)
     model = strategy.shard(Blocks())
     optimizer = strategy.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
-    stepper = Stepper(
+    train_step = TrainStep(
         group, strategy, settings.compute, settings.optimization, 64, 0, task, model, optimizer, Clock()
     )
     reader = BatchReader(settings.data, 5, group.rank, group.size, None, group.device)
     (batches,) = training_data(rows(), reader, None).steps(1, 2)
-    stepper.take_dry_step(batches, 1, Costs())
-    agreed = stepper.take(batches, 1, Proposal())
+    train_step.take_dry_step(batches, 1, Costs())
+    agreed = train_step.take(batches, 1, Proposal())
     assert agreed is not None
     named = {name: parameter.grad for name, parameter in model.named_parameters()}
     gradients = {

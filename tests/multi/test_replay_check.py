@@ -25,7 +25,7 @@ from tandem.tasks.base import WholeTask
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Costs
 from tandem.training.replicas import checksum
-from tandem.training.step import Proposal, Stepper
+from tandem.training.step import Proposal, TrainStep
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(240)]
 
@@ -73,13 +73,13 @@ class Rank:
         self.model = strategy.shard(Model())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         task: Any = WholeTask(cast(Any, Classes()))
-        self.stepper = Stepper(
+        self.train_step = TrainStep(
             group, strategy, settings.compute, settings.optimization, 60, 7, task,
             self.model, self.optimizer, Clock(),
         )  # fmt: skip
-        self.check = self.stepper.repeat_on_others(settings.compute, recorder)
+        self.check = self.train_step.repeat_on_others(settings.compute, recorder)
         self.step = 0
-        self.stepper.take_dry_step(self.batches(), 0, Costs())
+        self.train_step.take_dry_step(self.batches(), 0, Costs())
 
     def batches(self) -> list[Any]:
         draws = torch.Generator().manual_seed(1000 * self.step + self.group.rank)
@@ -97,7 +97,7 @@ class Rank:
         if checked:
             self.check.check_next_step()
         try:
-            self.stepper.take(self.batches(), self.step, Proposal())
+            self.train_step.take(self.batches(), self.step, Proposal())
         except ReplayMismatchError as error:
             return str(error)
         self.step += 1
@@ -200,11 +200,11 @@ def refuses(group: ProcessGroup) -> dict[str, Any]:
     rank = Rank(group)
     settings = Settings().replace(compile="default")
     with pytest.raises(ConfigError) as caught:
-        rank.stepper.repeat_on_others(settings.compute, cast(Any, None))
+        rank.train_step.repeat_on_others(settings.compute, cast(Any, None))
     said.append(str(caught.value))
     torch.set_num_threads(1 + group.rank)
     with pytest.raises(ConfigError) as caught:
-        rank.stepper.repeat_on_others(Settings().compute, cast(Any, None))
+        rank.train_step.repeat_on_others(Settings().compute, cast(Any, None))
     torch.set_num_threads(1)  # OpenMP's threads of the process that forked this one are gone
     said.append(str(caught.value))
     rank.batches = lambda: [{"x": torch.zeros(5, 6), "y": torch.zeros(5).long(), "rank": group.rank}]  # type: ignore[method-assign]

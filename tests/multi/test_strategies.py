@@ -25,7 +25,7 @@ from tandem.tasks.base import WholeTask
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Costs
 from tandem.training.evaluate import Evaluation
-from tandem.training.step import Proposal, Stepper
+from tandem.training.step import Proposal, TrainStep
 
 pytestmark = pytest.mark.multi
 
@@ -136,31 +136,31 @@ def train(
         strategy.load_model(model, begin["model"])
         strategy.load_optimizer(optimizer, begin["optimizer"])
     task: Any = WholeTask(Classes())  # type: ignore[arg-type]
-    stepper = Stepper(
+    train_step = TrainStep(
         group, strategy, made.compute, made.optimization, batch, 0, task, model, optimizer, Clock()
     )
-    stepper.drops_gradients = name == "ddp_one_rank"  # as on the GPU that it is for
+    train_step.drops_gradients = name == "ddp_one_rank"  # as on the GPU that it is for
     if begin is not None:
-        stepper.scaler.load_state_dict(begin["scaler"])
+        train_step.scaler.load_state_dict(begin["scaler"])
         strategy.load_exchange(begin["exchange"])
     seen = Trained(strategy, model, Evaluation(group, strategy, task, model, rows(101), 8))
-    stepper.take_dry_step(micro_batches(first, group.rank, group.size, False, batch), first, Costs())
+    train_step.take_dry_step(micro_batches(first, group.rank, group.size, False, batch), first, Costs())
     for step in range(first, last):
         stop = step == first + 1 and group.rank == group.size - 1
         proposal = Proposal(stop, 5 if step == first + 2 and group.is_first else 0)
-        agreed = stepper.take(micro_batches(step, group.rank, group.size, poison, batch), step, proposal)
+        agreed = train_step.take(micro_batches(step, group.rank, group.size, poison, batch), step, proposal)
         assert agreed is not None and agreed.step == step
         seen.losses.append(agreed.loss)
         seen.sums.append(agreed.sums)
         seen.is_skipped += [step] if agreed.is_skipped else []
         seen.stops += [step] if agreed.stop else []
         seen.decisions.append(agreed.decisions)
-        readings = stepper.read()
+        readings = train_step.read()
         seen.norms.append(readings.grad_norm)
         seen.clips.append(readings.clips)
         if keep:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            whole = strategy.gather_full({**state, "scaler": stepper.scaler.state_dict()})
+            whole = strategy.gather_full({**state, "scaler": train_step.scaler.state_dict()})
             whole["exchange"] = strategy.exchange_state()
             seen.states.append(copied(whole) if group.is_first else {})
     return seen

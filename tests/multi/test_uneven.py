@@ -22,7 +22,7 @@ from tandem.errors import ConfigError
 from tandem.tasks.base import WholeTask
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Costs
-from tandem.training.step import Proposal, Stepper
+from tandem.training.step import Proposal, TrainStep
 
 pytestmark = pytest.mark.multi
 
@@ -53,7 +53,7 @@ class Numbered(Classes):
         return super().loss(model, batch[:2])
 
 
-def stepper_of(group: ProcessGroup, name: str) -> tuple[Stepper, Any]:
+def stepper_of(group: ProcessGroup, name: str) -> tuple[TrainStep, Any]:
     settings = Settings().replace(batch_size=SHARE * 3)
     torch.manual_seed(1)
     strategy = strategies.load(name, group)
@@ -61,7 +61,7 @@ def stepper_of(group: ProcessGroup, name: str) -> tuple[Stepper, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     task: Any = WholeTask(Numbered())  # type: ignore[arg-type]
     made = settings.compute, settings.optimization, SHARE * 3, 0, task, model, optimizer
-    return Stepper(group, strategy, *made, Clock()), model
+    return TrainStep(group, strategy, *made, Clock()), model
 
 
 def reader_of(group: ProcessGroup, micro: int | None = None) -> BatchReader:
@@ -74,13 +74,13 @@ def uneven(group: ProcessGroup, name: str, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for micro in (None, 1):
         data = training_data(Parts(), reader_of(group, micro), None)
-        stepper, model = stepper_of(group, name)
-        stepper.samples_of = data.order.samples
+        train_step, model = stepper_of(group, name)
+        train_step.samples_of = data.order.samples
         losses, seen, stop = [], [], data.order.steps_per_epoch
         for step, batches in enumerate(data.steps(0, stop)):
             if step == 0:
-                stepper.take_dry_step(batches, 0, Costs())
-            agreed = stepper.take(batches, step, Proposal())
+                train_step.take_dry_step(batches, 0, Costs())
+            agreed = train_step.take(batches, step, Proposal())
             assert agreed is not None
             losses.append(agreed.loss)
             seen += [int(index) for batch in batches if batch is not None for index in batch[2]]
@@ -97,17 +97,17 @@ def uneven(group: ProcessGroup, name: str, folder: Path) -> dict[str, Any]:
 
 def alone(group: ProcessGroup, name: str, folder: Path) -> Any:
     """What one process makes of the same samples in the same steps."""
-    stepper, model = stepper_of(group, name)
+    train_step, model = stepper_of(group, name)
     parts = [list(range(sum(SIZES[:rank]), sum(SIZES[: rank + 1]))) for rank in range(3)]
     losses, counts = [], [0]
-    stepper.samples_of = lambda step: counts[-1]
+    train_step.samples_of = lambda step: counts[-1]
     for step in range(100):
         indices = [index for part in parts for index in part[step * SHARE : (step + 1) * SHARE]]
         batch = torch.utils.data.default_collate([sample(index) for index in indices])
         counts.append(len(indices))
         if step == 0:
-            stepper.take_dry_step([batch], 0, Costs())
-        agreed = stepper.take([batch], step, Proposal())
+            train_step.take_dry_step([batch], 0, Costs())
+        agreed = train_step.take([batch], step, Proposal())
         assert agreed is not None
         losses.append(agreed.loss)
     return losses, model.state_dict()

@@ -18,7 +18,7 @@ from tandem.distributed.group import ProcessGroup
 from tandem.tasks.base import WholeTask
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Costs
-from tandem.training.step import Proposal, Stepper
+from tandem.training.step import Proposal, TrainStep
 
 pytestmark = pytest.mark.multi
 
@@ -57,10 +57,10 @@ def one_step(group: ProcessGroup, name: str, folder: Path) -> list[Any]:
         task: Any = WholeTask(Words())  # type: ignore[arg-type]
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         made = settings.compute, settings.optimization, BATCH, 0, task, model, optimizer
-        stepper = Stepper(group, strategy, *made, Clock())
+        train_step = TrainStep(group, strategy, *made, Clock())
         (batches,) = training_data(sequences(), reader, None).steps(0, 1)
-        stepper.take_dry_step(batches, 0, Costs())
-        agreed = stepper.take(batches, 0, Proposal())
+        train_step.take_dry_step(batches, 0, Costs())
+        agreed = train_step.take(batches, 0, Proposal())
         assert agreed is not None
         found.append((agreed.loss, model.state_dict()))
     return found

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.checkpoint import state as state_module
-from tandem.checkpoint.state import deserialize, deserialize_file, flatten, homes_by_index, serialize
+from tandem.checkpoint.state import deserialize, deserialize_file, destinations_by_index, flatten, serialize
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.address import address
 from tandem.errors import CheckpointError, CorruptCheckpointError
@@ -118,8 +118,8 @@ def test_what_is_no_state_is_one_line(tmp_path: Path, raw: bytes) -> None:
 def test_a_models_tensors_are_found_by_name() -> None:
     skeleton, tensors = flatten({"first": torch.ones(1), **state()})
     homes = {name: torch.zeros(1) for name in (*state()["model"], "more")}
-    found = homes_by_index(skeleton, homes)
+    found = destinations_by_index(skeleton, homes)
     assert list(found) == list(range(1, 1 + len(state()["model"])))
     for place, name in enumerate(state()["model"], start=1):
         assert found[place] is homes[name] and torch.equal(tensors[place], state()["model"][name])
-    assert homes_by_index(flatten({"step": 1})[0], homes) == {} == homes_by_index(skeleton, {})
+    assert destinations_by_index(flatten({"step": 1})[0], homes) == {} == destinations_by_index(skeleton, {})

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, Ten
 from tandem import process
 from tandem.config.slices import DataConfig
 from tandem.data.datasets import TensorImages, TensorRows, random_crop_flip
-from tandem.data.fetch import answers_in_batches
+from tandem.data.fetch import returns_batches
 from tandem.data.host_generators import KeptGenerators
 from tandem.data.kinds import evaluation_batches, takes_workers, training_data
 from tandem.data.loader import loader_processes, to_device, train_batches
@@ -169,15 +169,15 @@ def test_a_dataset_that_answers_in_batches_is_asked_directly() -> None:
 
 def test_only_finished_batches_count_as_answers() -> None:
     rows = TensorRows(torch.zeros(4, 1), torch.zeros(4))
-    assert answers_in_batches(rows) and answers_in_batches(Subset(rows, [1, 2]))
+    assert returns_batches(rows) and returns_batches(Subset(rows, [1, 2]))
     plain = TensorDataset(torch.zeros(4, 1))
-    assert not answers_in_batches(plain) and not answers_in_batches(Subset(plain, [1, 2]))
+    assert not returns_batches(plain) and not returns_batches(Subset(plain, [1, 2]))
 
     class Listing(TensorRows):
         def __getitems__(self, indices):  # as torch's own convention has it
             return [self[index] for index in indices]
 
-    assert not answers_in_batches(Listing(rows.inputs, rows.targets))
+    assert not returns_batches(Listing(rows.inputs, rows.targets))
 
 
 def test_augmentation_is_kept_behind_a_subset() -> None:

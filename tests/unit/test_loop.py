@@ -89,7 +89,7 @@ def training(
         world=cast(ProcessGroup, SimpleNamespace(is_first=True, gather_rows=lambda row: Here([row]))),
         task=WholeTask(task),
         model=nn.Identity(),
-        stepper=cast(Any, LateStepper(bad)),
+        train_step=cast(Any, LateStepper(bad)),
         schedule=cast(Any, SimpleNamespace(set=lambda step: 0.1, advance=lambda: None)),
         event_schedule=EventSchedule({event: Cadence.parse(text) for event, text in every.items()}, 10, 20),
         recorder=recorder,

@@ -47,7 +47,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]
 def take(
     guard: Guard, model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, carried: Tensor
 ) -> bool:
-    """One step as the stepper takes it; whether it was left out."""
+    """One step as the train_step takes it; whether it was left out."""
     guard.begin_step()
     model(x).sum().backward()
     found = is_skipped(torch.cat([carried, guard.look().reshape(1)]))

@@ -1,8 +1,8 @@
-"""The state of recent steps, in node memory that outlives the ranks: a killed rank costs the steps since.
+"""Snapshots: the state of a recent step, in node memory that outlives the ranks of the node.
 
-Every node keeps them, so that the loss of a node costs no more. docs/architecture.md#snapshots-on-every-node
-says which one counts. State that is equal on all ranks is divided among the ranks of a node; what only rank 0
-has right (running statistics) has been sent to all. Each rank writes its part into its own region,
+Every node keeps them, so that the loss of a node costs no more; docs/architecture.md#snapshots-on-every-node
+says which one is used. State that is equal on all ranks is divided among the ranks of a node. Running
+statistics are rank 0's, which it has sent to all ranks. Each rank writes its part into its own region,
 alternating between two slots:
 
     bytes 0..47    for slot 0, then slot 1: fingerprint of the layout, step (0: being written), number of the
@@ -12,12 +12,12 @@ alternating between two slots:
     then           slot 1: the same
 
 A rank marks a slot as being written, writes it, and marks it with the step. The ranks step together: when one
-of them writes a snapshot, all have written the one before, so one slot is always complete. That holds only
-while all of them write to the same slot. The slot to keep is therefore passed to restarted ranks. The marks
-of a killed rank cannot tell, because its last write may be incomplete.
+of them writes a snapshot, all have written the one before. So one slot is always complete, as long as all
+ranks write to the same slot. Restarted ranks therefore get the number of the complete slot. They cannot
+derive it from the marks of a killed rank, whose last write may be incomplete.
 
-Nodes may have different snapshots of one step, if one was away while the others went back to a checkpoint.
-Snapshots are the same only if their step, their generation and their skeleton are.
+Nodes may have different snapshots of the same step, if one node was away while the others returned to a
+checkpoint. Two snapshots are the same only if their step, their generation and their skeleton are equal.
 """
 
 import errno
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from tandem.checkpoint.node_memory import NodeMemory
 from tandem.checkpoint.plain import restored
-from tandem.checkpoint.state import flatten, home_or_memory, homes_by_index, unflatten
+from tandem.checkpoint.state import destinations_by_index, flatten, home_or_memory, unflatten
 from tandem.process import memory_left
 from tandem.torch_private import copy_all
 
@@ -425,7 +425,7 @@ def read_slot(
     geometries = [GEOMETRY.unpack_from(memory, GEOMETRY_AT) for memory in memories]
     starts = [_slot_start(slot, slot_bytes) for _, slot_bytes in geometries]
     skeleton, forms, own = _header(memories[0], starts[0])
-    there = homes_by_index(skeleton, homes)
+    there = destinations_by_index(skeleton, homes)
     tensors = [
         home_or_memory(there.get(index), getattr(torch, dtype), torch.Size(shape))
         for index, (dtype, shape) in enumerate(forms)

@@ -79,8 +79,8 @@ def unflatten(skeleton: Mapping[Any, Any], tensors: Iterable[Tensor]) -> dict[An
     return {key: _mapped(value, put) for key, value in skeleton.items()}
 
 
-def homes_by_index(skeleton: Mapping[Any, Any], homes: Mapping[str, Tensor]) -> dict[int, Tensor]:
-    """Return {index of a model tensor in the skeleton: the tensor in `homes` with the same name}."""
+def destinations_by_index(skeleton: Mapping[Any, Any], homes: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    """Return {index of a model tensor in the skeleton: the tensor of `homes` to load it into}, by name."""
     indices = unflatten(skeleton, count())  # type: ignore[arg-type]  # indices in place of tensors
     model = indices.get("model", {})
     here = [name for name in model if skeleton["model"][name] is TENSOR_PLACEHOLDER and name in homes]
@@ -169,7 +169,7 @@ def deserialize_file(path: Path, homes: Mapping[str, Tensor]) -> dict[str, Any]:
     with path.open("rb") as file:
         _check_records(file, size)
     skeleton, tensors = flatten(_loaded(path, size))
-    there = homes_by_index(skeleton, homes)
+    there = destinations_by_index(skeleton, homes)
     for index, tensor in enumerate(tensors):
         home = there.get(index)
         if has_form(home, tensor.dtype, tensor.shape):

@@ -66,7 +66,7 @@ class Engine:
     @property
     def step(self) -> int:
         """The number of finished steps."""
-        return self._batches.loop_state.step if self._batches else self.session.beginning.step
+        return self._batches.loop_state.step if self._batches else self.session.resume_point.step
 
     @property
     def is_in_step(self) -> bool:
@@ -77,11 +77,11 @@ class Engine:
         """Load the newest state, as --resume says. An error on rank 0 is raised on all ranks."""
         with self.clock.phase("resume"):
             decision = self.world.on_first(self._decision)
-            beginning = self.session.resume(decision, own=state.per_rank, redistribute=redistribute)
-            if beginning.state is not None:
-                state.load(beginning.state, beginning.own)
-            elif beginning.weights is not None:
-                beginning.weights.load(self._strategy, state.as_module)
+            resume_point = self.session.resume(decision, own=state.per_rank, redistribute=redistribute)
+            if resume_point.state is not None:
+                state.load(resume_point.state, resume_point.own)
+            elif resume_point.weights is not None:
+                resume_point.weights.load(self._strategy, state.as_module)
 
     def loop(
         self,
@@ -100,9 +100,9 @@ class Engine:
         with hints_as_arguments(self._chosen):
             reader = self._reader(settings, collate)
             # A run that resumes with another number of ranks may share its batch unevenly.
-            if session.beginning.state is None:
+            if session.resume_point.state is None:
                 reader.check_shares()
-        check_batch_size(settings.data.batch_size, session.beginning.state)
+        check_batch_size(settings.data.batch_size, session.resume_point.state)
         with hints_as_arguments(self._chosen):
             data = training_data(dataset, reader, settings.run.steps)
         session.check_data(dataset, data.order)
@@ -174,8 +174,8 @@ class Engine:
         backward = self.backward
         settings = session.settings
         recorder = session.recorder
-        saved = session.beginning.state or {}
-        first = session.beginning.step
+        saved = session.resume_point.state or {}
+        first = session.resume_point.step
         data.load(saved.get("data", {}))
         recorder.load(saved.get("log", {}))
         backward.recorder = recorder
@@ -195,7 +195,7 @@ class Engine:
         together = nn.ModuleDict(state.modules)
         loop_state = LoopState(
             world=world,
-            stepper=backward,
+            train_step=backward,
             event_schedule=session.event_schedule,
             recorder=recorder,
             clock=self.clock,
@@ -227,7 +227,7 @@ class Engine:
         self.clock.begin("drain")
         session = self.session
         saver = loop_state.saver
-        if loop_state.step == session.beginning.step and finished and not self._is_unsaved:
+        if loop_state.step == session.resume_point.step and finished and not self._is_unsaved:
             return  # it was already complete
         session.code = FINISHED if finished else STOPPED
         # Leaving the block waits for the save that is being written.
@@ -243,7 +243,7 @@ class Engine:
     @property
     def _is_unsaved(self) -> bool:
         """True if this generation began from a snapshot in memory: no checkpoint may have that step."""
-        return self.session.beginning.is_from_memory
+        return self.session.resume_point.is_from_memory
 
     def _decision(self) -> ResumeDecision:
         """Return where to resume, decided once per launch.

@@ -137,13 +137,13 @@ def whole_fetch(dataset: Any, collate: Collate | None = None, augment: bool = Fa
         ]
     if collate is None and getitem is StackDataset.__getitem__:
         return _stacked(dataset, augment)
-    return _seeded(dataset) if answers_in_batches(dataset) else None
+    return _seeded(dataset) if returns_batches(dataset) else None
 
 
-def answers_in_batches(dataset: Any) -> bool:
+def returns_batches(dataset: Any) -> bool:
     """Return True if `__getitems__` returns finished batches; some datasets return a list of samples."""
     if isinstance(dataset, Subset):
-        return answers_in_batches(dataset.dataset)
+        return returns_batches(dataset.dataset)
     # The trial below needs a sample.
     if isinstance(dataset, StackDataset) or not hasattr(dataset, "__getitems__") or len(dataset) == 0:
         return False

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from tandem.data.batch_shares import apportion
 from tandem.data.block_order import LANES, BlockOrder, network
-from tandem.data.fetch import answers_in_batches, is_stream
+from tandem.data.fetch import is_stream, returns_batches
 from tandem.data.sampler import BLOCK, GlobalOrder, Numbers
 from tandem.data.seeds import derive_seed, derive_seeds
 from tandem.errors import ConfigError
@@ -241,7 +241,7 @@ class Mixture(Dataset[Any]):
         self._ends = list(accumulate(len(dataset) for dataset in self.datasets))
         self._starts = [0, *self._ends[:-1]]
         self._sizes = [_block_sizes(dataset) for dataset in self.datasets]
-        self._whole = all(answers_in_batches(dataset) for dataset in self.datasets)
+        self._whole = all(returns_batches(dataset) for dataset in self.datasets)
 
     def order(self, _n: int, batch_size: int, seed: int) -> MixedOrder:
         """Return the order of the samples. Raises ConfigError if there are fewer than one batch."""

@@ -39,7 +39,10 @@ _longest_wait = math.inf
 
 
 def limit_waits(hang_seconds: float | None) -> None:
-    """Give up a block before it counts as a hang, which could not say what is wrong; None: no limit."""
+    """Limit the wait for a block to half of `hang_seconds` (None: no limit).
+
+    The error then names the block and its problem; a hang report could not.
+    """
     global _longest_wait
     _longest_wait = math.inf if hang_seconds is None else hang_seconds / 2
 

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from tandem.checkpoint.plain import restored
 from tandem.checkpoint.snapshot import Layout, form_of, typed
-from tandem.checkpoint.state import deserialize, flatten, home_or_memory, homes_by_index, serialize, unflatten
+from tandem.checkpoint.state import (
+    deserialize,
+    destinations_by_index,
+    flatten,
+    home_or_memory,
+    serialize,
+    unflatten,
+)
 from tandem.distributed.group import BROADCAST_CHUNK_BYTES, ProcessGroup
 from tandem.torch_private import copy_all
 
@@ -41,7 +48,7 @@ def broadcast_state(
     skeleton, _ = flatten(deserialize(world.broadcast_bytes(bare, source)))
     received = world.broadcast_json([form_of(each) for each in tensors], source)
     if not is_source:
-        there = homes_by_index(skeleton, homes)
+        there = destinations_by_index(skeleton, homes)
         forms = [(getattr(torch, dtype), torch.Size(shape)) for dtype, shape in received]
         tensors = [home_or_memory(there.get(index), *form) for index, form in enumerate(forms)]
     for tensor in tensors:

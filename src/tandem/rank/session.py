@@ -74,7 +74,7 @@ class RankSession:
         self.send: Send = sender(None)
         """Sends messages to the agent, or to the page's host in this process, from `join` on."""
         self.clock = Clock()
-        self.beginning = ResumePoint(0, None)
+        self.resume_point = ResumePoint(0, None)
         self.code = FINISHED
         """The rank's exit code. A run that was asked to stop sets it before its last save."""
         self.advice = ""
@@ -198,7 +198,7 @@ class RankSession:
         shards: ShardedReading | None = None,
     ) -> ResumePoint:
         """Return the state to begin with; see `resume.begin`. Without a `decision`, the agent's counts."""
-        self.beginning = begin(
+        self.resume_point = begin(
             self.world,
             self.run.checkpoints,
             self.settings.checkpoint,
@@ -210,12 +210,12 @@ class RankSession:
             redistribute,
             shards,
         )
-        return self.beginning
+        return self.resume_point
 
     def check_data(self, dataset: Any, order: GlobalOrder) -> None:
         """Compare the training set with the checkpoint's. Raises ConfigError as `resume.check_data`."""
         on_change = self.settings.checkpoint.on_data_change
-        self._data = check_data(self.world, self.beginning, dataset, order, on_change)
+        self._data = check_data(self.world, self.resume_point, dataset, order, on_change)
 
     def plan(
         self,
@@ -235,8 +235,8 @@ class RankSession:
         """
         settings = self.settings
         recorded = recorded or self.given
-        beginning = self.beginning
-        self.beginning = replace(beginning, state=None)  # the model and the optimizer have it now
+        resume_point = self.resume_point
+        self.resume_point = replace(resume_point, state=None)  # the model and the optimizer have it now
         self.facts = RunInfo(
             run=settings.run,
             batch_size=settings.data.batch_size,
@@ -249,8 +249,8 @@ class RankSession:
             order=order,
             planned=planned,
             threads=self.threads,
-            first_step=beginning.step,
-            resumed_from=beginning.source,
+            first_step=resume_point.step,
+            resumed_from=resume_point.source,
             started=self._began,
             shares=shares,
             data=self._data,
@@ -268,7 +268,7 @@ class RankSession:
             snapshot=snapshot_every(settings.checkpoint.snapshot_every, self.world, self.grant, strategy),
         )
         config = settings.checkpoint
-        slots = (beginning.slot, beginning.own_slot)
+        slots = (resume_point.slot, resume_point.own_slot)
         self.saver = Saver(
             config,
             self.facts,
@@ -276,7 +276,7 @@ class RankSession:
             self.recorder,
             self.grant,
             *slots,
-            beginning.generation,
+            resume_point.generation,
             strategy.shards_parameters,
         )
         if config.snapshot_every == "auto":

@@ -188,7 +188,7 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
     slices = settings.run, data, settings.compute, settings.optimization, settings.exchange
     with log_if_slow("building data and model"):
         train_state = TrainState(*slices, world, clock, session.recorder, chosen)
-    train_state.stepper.is_restarted = session.grant.restart > 0
+    train_state.train_step.is_restarted = session.grant.restart > 0
     homes = train_state.model.state_dict()
     shards = None
     if train_state.strategy.shards_parameters:
@@ -200,7 +200,7 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
             return
         # The state that is loaded next has a position, which refers to these samples.
         session.check_data(train_state.datasets.train, train_state.order)
-        train_state.begin(session.beginning)
+        train_state.begin(session.resume_point)
         train_state.check_state()
     _plan(session, train_state, micro_batch)
     evaluation = Evaluation(
@@ -217,25 +217,25 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
     event_schedule = session.event_schedule
     saver = session.saver
     # A restart of the same launch has tested it before. What the test found is in the state, if there is one.
-    is_tested = session.grant.restart > 0 and session.beginning.step > 0
+    is_tested = session.grant.restart > 0 and session.resume_point.step > 0
     if not is_tested and event_schedule.cadences["eval"].unit != "never":
         with log_if_slow("testing the evaluation"):
             evaluation.dry_run()
     handler = OutOfMemoryHandler(session, data, train_state.shares, train_state.model)
     training = _training(session, train_state, partial(handler.scores, evaluation.scores), stop)
     session.begin_run(train_state.model)
-    beginning = session.beginning
+    resume_point = session.resume_point
     planned = train_state.planned
     first = f"running the first steps (--log-every {settings.telemetry.log_every})"
     with leaving_out(session), saver, log_if_slow(first) if world.is_first else nullcontext():
         # After the task has ended a run, another --steps or --epochs continues it.
-        saver.is_end = beginning.ended_of == planned
+        saver.is_end = resume_point.ended_of == planned
         with handler.watching():
-            if beginning.owes_evaluation:
+            if resume_point.owes_evaluation:
                 repeat_evaluation(training)
             with closing(cast("Generator[Any, None, None]", training.batches)):  # ends an open profile
                 finished = saver.is_end or train(training)
-        if beginning.is_from_memory and beginning.step == planned:
+        if resume_point.is_from_memory and resume_point.step == planned:
             saver.save(training.step)  # there was no step left to take, and the state exists only in memory
         clock.begin("drain")
     session.code = FINISHED if finished else STOPPED
@@ -269,7 +269,7 @@ def _training(
     """Assemble the loop. Rank 0's steps of --profile are recorded by torch.profiler."""
     world = session.world
     recorder = session.recorder
-    first = session.beginning.step
+    first = session.resume_point.step
     window = session.settings.telemetry.profile if world.is_first else None
     replay = _replay_check(session, train_state)
     steps = _counting_errors(train_state.data.steps(first, train_state.planned), recorder)
@@ -278,7 +278,7 @@ def _training(
         world=world,
         task=train_state.task,
         model=train_state.model,
-        stepper=train_state.stepper,
+        train_step=train_state.train_step,
         schedule=train_state.schedule,
         event_schedule=session.event_schedule,
         recorder=recorder,
@@ -300,7 +300,7 @@ def _replay_check(session: RankSession, train_state: TrainState) -> ReplayCheck 
     every = session.settings.reliability.replay_check
     if every == "never":
         return None
-    check = train_state.stepper.repeat_on_others(session.settings.compute, session.recorder)
+    check = train_state.train_step.repeat_on_others(session.settings.compute, session.recorder)
     if every == "auto":
         check.on_cost = partial(lengthen, session.event_schedule.cadences)
     return check

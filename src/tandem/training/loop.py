@@ -19,7 +19,7 @@ from tandem.telemetry.recorder import Recorder
 from tandem.training.nonfinite import Policy
 from tandem.training.optim import Schedule
 from tandem.training.saving import Saver
-from tandem.training.step import Proposal, Stepper
+from tandem.training.step import Proposal, TrainStep
 
 # An event's position is its bit in the decisions that the ranks exchange.
 EVENTS = ("log", "eval", "save", "check", "snapshot", "replay")
@@ -89,8 +89,8 @@ class EventSchedule:
         return by_clock or cadence.is_due(step, self.steps_per_epoch, self.steps_planned)
 
 
-class Stepping(Protocol):
-    """What the loop needs from the object that takes steps: `Stepper`, or a custom loop's."""
+class StepReader(Protocol):
+    """What the loop needs from the object that takes steps: `TrainStep`, or a custom loop's."""
 
     def read(self) -> Readings: ...
     def drain(self) -> Consensus | None: ...
@@ -101,7 +101,7 @@ class LoopState:
     """Everything that follows each step of a run; `step` is the number of finished steps."""
 
     world: ProcessGroup
-    stepper: Stepping
+    train_step: StepReader
     event_schedule: EventSchedule
     recorder: Recorder
     clock: Clock
@@ -120,7 +120,7 @@ class TaskLoopState(LoopState):
 
     task: WholeTask
     model: nn.Module
-    stepper: Stepper
+    train_step: TrainStep
     schedule: Schedule
     stop: StopFlag
     batches: Iterator[Sequence[Any]]
@@ -145,12 +145,12 @@ def train(t: TaskLoopState) -> bool:
         # Once before the first step, and again whenever the task freezes other parameters.
         if t.step == next_dry_step:
             epoch = t.step // an_epoch
-            if t.stepper.freeze(epoch) or t.step == first:
-                t.recorder.costs(t.stepper.take_dry_step(micro_batches, t.step, t.recorder.known_costs))
+            if t.train_step.freeze(epoch) or t.step == first:
+                t.recorder.costs(t.train_step.take_dry_step(micro_batches, t.step, t.recorder.known_costs))
             # Without freeze(), DDP reduces the same parameters to the end.
             next_dry_step = (epoch + 1) * an_epoch if "freeze" in t.task.own else planned
         rate = t.schedule.set(t.step)
-        consensus = t.stepper.take(micro_batches, t.step, proposal)
+        consensus = t.train_step.take(micro_batches, t.step, proposal)
         # Without an agent, launch/standalone_rank.py ends a process that has nothing new to save yet. See
         # docs/architecture.md#a-sigterm.
         t.stop.is_polled = True
@@ -172,7 +172,7 @@ def after_step(t: LoopState, consensus: Consensus | None, rate: float, is_first:
     # On GPUs, the last step's exchange is still unread. A log line needs its numbers, and a save must not
     # contain a step that turns out to be non-finite.
     if due & {"log", "save", "snapshot"}:
-        last = t.stepper.drain()
+        last = t.train_step.drain()
         due |= apply_consensus(t, last)
         consensus = last or consensus
     if due:
@@ -184,7 +184,7 @@ def after_step(t: LoopState, consensus: Consensus | None, rate: float, is_first:
     if "replay" in due:
         t.check_next_step()
     if "log" in due:
-        t.recorder.log_interval(t.step, t.stepper.read(), t.world.gather_rows)
+        t.recorder.log_interval(t.step, t.train_step.read(), t.world.gather_rows)
     if {"eval", "save"} <= due:
         with t.clock.phase("checkpoint"):
             t.saver.begin(t.step)  # an evaluation that fails must not cost what was trained

@@ -409,7 +409,7 @@ def _count_fallback(recorder: Recorder, step: int, problem: str) -> None:
 
 
 def check_data(
-    world: ProcessGroup, beginning: ResumePoint, dataset: Any, order: GlobalOrder, on_change: str
+    world: ProcessGroup, resume_point: ResumePoint, dataset: Any, order: GlobalOrder, on_change: str
 ) -> Mapping[str, Any]:
     """Compare rank 0's training set and its order with the checkpoint's. All ranks call this.
 
@@ -418,11 +418,11 @@ def check_data(
     """
     now = data_facts(dataset, order) if world.is_first else {}
     problem = advice = ""
-    if beginning.step > 0:
-        problem = changed(beginning.data, now)
+    if resume_point.step > 0:
+        problem = changed(resume_point.data, now)
         advice = "restore the data"
-        if not problem and beginning.step % order.steps_per_epoch:
-            problem = reordered(beginning.data, now)
+        if not problem and resume_point.step % order.steps_per_epoch:
+            problem = reordered(resume_point.data, now)
             advice = (
                 "finish the epoch with the version of tandem that saved it, resume at the end of an epoch "
                 f"(--resume PATH@STEP, STEP a multiple of {order.steps_per_epoch:,})"
@@ -433,9 +433,9 @@ def check_data(
     meaning = "so the checkpoint's position refers to different samples"
     if on_change != "continue":
         raise ConfigError(
-            f"cannot resume at step {beginning.step:,}: {problem}, {meaning}; {advice}, or use "
+            f"cannot resume at step {resume_point.step:,}: {problem}, {meaning}; {advice}, or use "
             "--on-data-change continue, another --run-dir, or --resume never"
         )
     if world.is_first:
-        log.warning("resuming at step %s although %s, %s", f"{beginning.step:,}", problem, meaning)
+        log.warning("resuming at step %s although %s, %s", f"{resume_point.step:,}", problem, meaning)
     return now

@@ -53,7 +53,7 @@ class CheckpointSource(Protocol):
         ...
 
     def rank_0_indices(self, state: Mapping[str, Any]) -> frozenset[int]:
-        """Return the indices of tensors in the flattened state that only rank 0 is sure to have right."""
+        """Return the indices, in the flattened state, of tensors whose values must be taken from rank 0."""
         ...
 
     def full_state(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class CheckpointSource(Protocol):
         ...
 
     def local_state(self) -> dict[str, Any]:
-        """Return the same, but of sharded tensors only this rank's part (`checkpoint/shards.py`)."""
+        """Return the same state, but of sharded tensors only this rank's part (`checkpoint/shards.py`)."""
         ...
 
     def checkpoint_extras(self, recorder: Recorder, step: int) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class CheckpointSource(Protocol):
 
     @property
     def has_per_rank_state(self) -> bool:
-        """Whether each rank keeps something for itself."""
+        """Whether the state has values that differ between ranks on purpose."""
         ...
 
     def per_rank_state(self) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class Saver:
             self._report(only_copied, began)
 
     def _keep(self, step: int, own: Mapping[str, Any]) -> bool:
-        """Take a snapshot of what only this rank has; return as `Snapshots.take`."""
+        """Take a snapshot of the values that only this rank has; return as `Snapshots.take`."""
         if self._own is None:
             return False
         of = [self._facts.world.rank, self._facts.world.size]

@@ -132,7 +132,7 @@ class TrainingModule(nn.Module):
         return torch.full((), float(number), device=device)
 
 
-class Stepper:
+class TrainStep:
     """Take optimizer steps with the model under its strategy."""
 
     def __init__(

@@ -28,7 +28,7 @@ from tandem.training.nonfinite import Policy
 from tandem.training.optim import Schedule, build_optimizer, groups_of
 from tandem.training.precision import lay_out
 from tandem.training.resume import ResumePoint
-from tandem.training.step import Stepper
+from tandem.training.step import TrainStep
 
 log = logging.getLogger("tandem.run")
 
@@ -144,14 +144,14 @@ class TrainState:
         )
         if world.is_first:
             self._log_choices(data.workers, chosen)
-        self.stepper = self._stepper(world, compute, optimization, data.batch_size, run.seed, clock)
+        self.train_step = self._train_step(world, compute, optimization, data.batch_size, run.seed, clock)
         # On GPUs, zeroing needs a kernel per gradient. With unused parameters, an optimizer must skip those
         # without a gradient.
-        self.stepper.drops_gradients = world.device.type == "cuda" or exchange.find_unused
+        self.train_step.drops_gradients = world.device.type == "cuda" or exchange.find_unused
         self.exchanges: dict[str, bool] = {}
         """See `Evaluation.exchanges`."""
-        scaled = self.stepper.scaler.is_enabled
-        self.nonfinite = Policy(optimization.on_nonfinite, scaled, recorder, self.stepper.culprit)
+        scaled = self.train_step.scaler.is_enabled
+        self.nonfinite = Policy(optimization.on_nonfinite, scaled, recorder, self.train_step.culprit)
 
     @property
     def workers(self) -> int:
@@ -163,7 +163,7 @@ class TrainState:
         """Samples of each rank in a global batch; empty if the shares are equal."""
         return self._reader.sizes
 
-    def _stepper(
+    def _train_step(
         self,
         world: ProcessGroup,
         compute: ComputeConfig,
@@ -171,8 +171,8 @@ class TrainState:
         batch_size: int,
         seed: int,
         clock: Clock,
-    ) -> Stepper:
-        stepper = Stepper(
+    ) -> TrainStep:
+        train_step = TrainStep(
             world,
             self.strategy,
             compute,
@@ -184,10 +184,10 @@ class TrainState:
             self._optimizer,
             clock,
         )
-        stepper.samples_of = self.order.samples
+        train_step.samples_of = self.order.samples
         if isinstance(self.data, ShardedData):
-            stepper.may_miss_ranks = len(set(self.data.sharded.sizes)) > 1
-        return stepper
+            train_step.may_miss_ranks = len(set(self.data.sharded.sizes)) > 1
+        return train_step
 
     def _log_choices(self, workers: object, chosen: Collection[str]) -> None:
         if workers == "auto":
@@ -204,19 +204,19 @@ class TrainState:
             return "0, because the training set returns whole batches or is a stream"
         return f"{self.workers} per rank, which has {counted(self._reader.cores, 'CPU')}"
 
-    def begin(self, beginning: ResumePoint) -> None:
+    def begin(self, resume_point: ResumePoint) -> None:
         """Restore what `full_state` returned, before the first step; without it, start fresh or from weights.
 
         Raises ConfigError for a state of another model, and for a batch that the ranks cannot share evenly.
         """
-        saved = beginning.state
-        self.task.moment.resume(beginning.step, self.order.steps_per_epoch)
+        saved = resume_point.state
+        self.task.moment.resume(resume_point.step, self.order.steps_per_epoch)
         if saved is None:
             self._reader.check_shares()
-            if beginning.weights is not None:
-                beginning.weights.load(self.strategy, self.model)
+            if resume_point.weights is not None:
+                resume_point.weights.load(self.strategy, self.model)
         else:
-            self._load(saved, beginning.scores)
+            self._load(saved, resume_point.scores)
 
     def _load(self, saved: dict[str, Any], scores: Mapping[str, float]) -> None:
         ours = groups_of(self._optimizer, self.model.named_parameters())
@@ -227,7 +227,7 @@ class TrainState:
         self.exchanges.update(saved.get("exchanges", {}))
         self.strategy.load_exchange(saved.get("exchange", {}))
         if "scaler" in saved:
-            self.stepper.scaler.load_state_dict(saved["scaler"])
+            self.train_step.scaler.load_state_dict(saved["scaler"])
         self.task_state.load(saved, scores)
         self.task.after_resume(self.model)
 
@@ -252,7 +252,7 @@ class TrainState:
         """Return the state next to the model and the optimizer; see `full_state`."""
         return {
             "schedule": self.schedule.state(),
-            "scaler": self.stepper.scaler.state_dict(),
+            "scaler": self.train_step.scaler.state_dict(),
             "data": self.data.state(),
             "exchange": self.strategy.exchange_state(),
             "log": self.recorder.state(),
