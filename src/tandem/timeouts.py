@@ -117,6 +117,16 @@ SHARDS_POLL_SECONDS = 0.02
 SHARDS_LEFT_SECONDS = 8.0
 """The time for the other ranks' shards once a run has failed; the agent waits longer for ranks to end."""
 
+# Copies of a neighbor's shards (distributed/neighbor_link.py)
+
+COPY_CONNECT_SECONDS = 10.0
+"""For the connection to the next node's rank, which listens already, and for its first words."""
+COPY_RETRY_SECONDS = 1.0
+"""Between two attempts to send a copy after the connection has failed. Mostly, the other rank has ended."""
+
+COPY_STUCK_SECONDS = 600.0
+"""After a rank's own copy, until it no longer keeps its part of it: another rank cannot send its own."""
+
 # Crash loops: starts that save nothing new (run/crash_loop.py)
 
 FIRST_BACKOFF_SECONDS = 5.0

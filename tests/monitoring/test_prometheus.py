@@ -28,6 +28,7 @@ NO_SAMPLE_HERE = {
     "tandem_loss_scale": "fp16 only",
     "tandem_data_errors": "from the first sample that cannot be read",
     "tandem_spare_nodes": "with --spares only",
+    "tandem_neighbor_copy_step": "with fsdp on several nodes",
     "tandem_tokens": "where a task gives a sum named tokens",
     "tandem_tokens_per_second": "where a task gives a sum named tokens",
     "tandem_block_requests": "where blocks are read from an object store",

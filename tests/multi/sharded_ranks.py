@@ -1,9 +1,9 @@
 """Ranks that train a small model under fsdp and save as a run does, in processes that a test can kill."""
 
-import dataclasses
 import os
 import queue
 import signal
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +21,8 @@ from tandem.config import Settings
 from tandem.config.slices import CheckpointConfig
 from tandem.distributed import strategy as strategies
 from tandem.distributed.group import ProcessGroup
-from tandem.distributed.position import Connection, Grant, Position, RankStart
+from tandem.distributed.neighbors import NeighborCopies
+from tandem.distributed.position import REGIONS, Connection, Position, RankStart
 from tandem.training import saving
 from tandem.training.resume import ResumePoint, begin
 from tandem.training.saving import Saver
@@ -61,6 +62,7 @@ class Trainer:
 
     def __init__(self, start: RankStart, folder: Path, name: str) -> None:
         self.grant = start.grant
+        self.connection = start.connection
         self.world = ProcessGroup.open(start.position, start.connection, torch.device("cpu"), LIMIT_SECONDS)
         settings = Settings()
         self.strategy = strategies.load(name, self.world, settings.exchange, settings.compute)
@@ -98,14 +100,28 @@ class Trainer:
             assert state["step"] == found.step
             self.strategy.load_model(self.model, state["model"])
             self.strategy.load_optimizer(self.optimizer, state["optimizer"])
+        self.copies = None
+        if has_shards and self.world.position.nodes > 1:
+            self.copies = NeighborCopies.open(self.world, self.connection, self.grant, found.held)
         self.saver = Saver(
             CheckpointConfig(),
             cast(Any, SimpleNamespace(
                 directory=SimpleNamespace(checkpoints=self.store, push=lambda: None), world=self.world
             )),
             self, RECORDER, self.grant, None, found.own_slot, found.generation, has_shards,
+            self.copies,
         )  # fmt: skip
         return found
+
+    def takes_snapshot(self) -> None:
+        """Copy it to the next node, if no rank still copies; a run's step tells that to all ranks."""
+        may_copy = self.world.sum([self.saver.is_copying])[0] == 0
+        self.saver.snapshot(self.step, has_lines=False, may_copy=may_copy)
+
+    def waits_for_copies(self) -> None:
+        """Until all ranks' copies are complete."""
+        while self.world.sum([self.saver.is_copying])[0]:
+            time.sleep(0.01)
 
     def takes_step(self) -> None:
         """The same global batch for any number of ranks and any strategy that shards."""
@@ -132,11 +148,27 @@ def _rank(work: Work, start: RankStart, folder: Path, name: str, argument: Any, 
     os._exit(0)
 
 
+def memories_of(ranks: int) -> list[NodeMemory]:
+    """The memory of a node with that many ranks: their shared regions, then their own, then copies."""
+    return [NodeMemory() for _ in range(REGIONS * ranks)]
+
+
+def _position(rank: int, size: int, nodes: int) -> Position:
+    each = size // nodes
+    return Position(
+        rank=rank, local_rank=rank % each, world_size=size, local_world_size=each, node_rank=rank // each,
+        nodes=nodes, ranks_on_host=size,
+    )  # fmt: skip
+
+
 def in_ranks(
     work: Work, folder: Path, size: int, argument: Any = None, name: str = "fsdp",
     memories: Sequence[NodeMemory] = (), killed: Sequence[int] = (), kept: Sequence[int] = (),
+    nodes: Sequence[Sequence[NodeMemory]] = (),
 ) -> list[Any]:  # fmt: skip
     """One generation of ranks on one node; what `work(trainer, argument)` returns, by rank.
+
+    `nodes`: the memories of each node, if there are several.
 
     With `killed`, those ranks kill themselves and the others may fail, as they do under an agent. With
     `kept`, only these ranks answer.
@@ -144,16 +176,13 @@ def in_ranks(
     context = torch.multiprocessing.get_context("fork")
     answers = context.Queue()
     meeting = folder / f"meeting-{os.urandom(4).hex()}"
-    position = Position(world_size=size, local_world_size=size, ranks_on_host=size)
     connection = Connection(init=f"file://{meeting}")
-    grant = Grant(memories=tuple(memories))
-    ranks = [
-        context.Process(target=_rank, args=(
-            work, RankStart(dataclasses.replace(position, rank=rank, local_rank=rank), connection, grant),
-            folder, name, argument, answers,
-        ))
-        for rank in range(size)
-    ]  # fmt: skip
+    ranks = []
+    for rank in range(size):
+        start = RankStart(_position(rank, size, len(nodes) or 1), connection)
+        here = nodes[start.position.node_rank] if nodes else memories
+        arguments = work, start.with_memories(here), folder, name, argument, answers
+        ranks.append(context.Process(target=_rank, args=arguments))
     for process in ranks:
         process.start()
     try:

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_ranks import Trainer, in_ranks, killed_here
+from sharded_ranks import Trainer, in_ranks, killed_here, memories_of
 
 from needs import require_strategy
 from tandem.checkpoint.node_memory import NodeMemory
+from tandem.distributed.position import REGIONS
 from tandem.schedule import Cadence
 from tandem.training.saving import snapshot_every
 
@@ -50,9 +51,9 @@ def trains(trainer: Trainer, dies: tuple[int, int, str] | None) -> dict[str, Any
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_killed_rank_costs_one_step_and_no_bit(tmp_path: Path, size: int) -> None:
-    calm = in_ranks(trains, tmp_path, size, None, memories=[NodeMemory() for _ in range(2 * size)])
+    calm = in_ranks(trains, tmp_path, size, None, memories=memories_of(size))
     chance = random.Random(size)
-    memories = [NodeMemory() for _ in range(2 * size)]
+    memories = memories_of(size)
     step = 0
     for where in ("in the snapshot", "before the step"):
         rank = chance.randrange(size)
@@ -66,20 +67,29 @@ def test_a_killed_rank_costs_one_step_and_no_bit(tmp_path: Path, size: int) -> N
 
 
 def test_a_shard_that_is_missing_makes_the_checkpoint_count(tmp_path: Path) -> None:
-    memories = [NodeMemory() for _ in range(4)]
+    memories = memories_of(2)
     in_ranks(trains, tmp_path, 2, None, memories=memories)
     for lost in (
-        [*memories[:3], NodeMemory()],  # the memory of rank 1's node is new
-        [NodeMemory() for _ in range(6)],  # another number of ranks
-        [*memories[:2], memories[3], memories[2]],  # the ranks have other nodes
+        [*memories[:3], NodeMemory(), *memories[4:]],  # the memory of rank 1's node is new
+        memories_of(3),  # another number of ranks
     ):
-        size = len(lost) // 2
+        size = len(lost) // REGIONS
         found = in_ranks(lambda trainer, _: trainer.begins().step, tmp_path, size, memories=lost)
         assert found == [0] * size
 
 
+def test_ranks_that_have_changed_places_give_each_other_their_shards(tmp_path: Path) -> None:
+    memories = memories_of(2)
+    calm = in_ranks(trains, tmp_path, 2, None, memories=memories)
+    shared, first, second, copies = memories[:2], memories[2], memories[3], memories[4:]
+    ended = in_ranks(trains, tmp_path, 2, None, memories=[*shared, second, first, *copies])
+    assert {each["first"] for each in ended} == {STEPS}
+    assert {each["source"] for each in ended} == {"memory of node 0"}
+    assert ended[0]["weights"] == calm[0]["weights"]
+
+
 def test_a_step_that_only_one_rank_has_does_not_count(tmp_path: Path) -> None:
-    memories = [NodeMemory() for _ in range(4)]
+    memories = memories_of(2)
 
     def one_ahead(trainer: Trainer, _: Any) -> None:
         trainer.begins()

@@ -17,7 +17,7 @@ from tandem.checkpoint.state import serialize
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.slices import CheckpointConfig
 from tandem.distributed.group import ProcessGroup
-from tandem.distributed.position import Connection, Grant, Position
+from tandem.distributed.position import REGIONS, Connection, Grant, Position
 from tandem.distributed.whole_state import SMALL_BYTES, Rank0Values
 from tandem.training.resume import ResumePoint, begin
 from tandem.training.saving import Saver
@@ -60,7 +60,7 @@ class Node:
         self.loses_memory()
 
     def loses_memory(self) -> None:
-        self.grant = Grant(memories=(NodeMemory(), NodeMemory()))
+        self.grant = Grant(memories=tuple(NodeMemory() for _ in range(REGIONS)))
 
     def begins(self, restart: int = 1, resume: str = "auto") -> ResumePoint:
         grant = dataclasses.replace(self.grant, restart=restart)

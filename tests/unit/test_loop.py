@@ -106,8 +106,9 @@ def training(
             SimpleNamespace(
                 save=saved.append,
                 begin=lambda step: None,
-                snapshot=lambda step, has_lines: None,
+                snapshot=lambda step, has_lines, may_copy: None,
                 begins_snapshots=False,
+                is_copying=False,
                 is_end=False,
             ),
         ),
@@ -166,6 +167,27 @@ def test_a_task_is_called_after_every_step_before_what_is_due_then() -> None:
             called.append(step)
 
     made, saved = training(bad={7, 8}, task=Averaged(), policy="skip", save="5")
-    made.saver = cast(Any, SimpleNamespace(save=lambda step: saved.append(called[-1]), is_end=False))
+    made.saver.save = lambda step: saved.append(called[-1])  # type: ignore[method-assign]
     assert train(made) is True
     assert called == [*range(1, 21)] and saved == [5, 10, 15, 20]
+
+
+def test_a_snapshot_is_copied_only_if_no_rank_still_copies_at_its_step() -> None:
+    """Copies of different steps make no state; the bit of an earlier step says nothing about this one."""
+    made, saved = training(snapshot="2", log="5")
+    begun: dict[int, bool] = {}
+
+    class Copying(SimpleNamespace):
+        @property
+        def is_copying(self) -> bool:
+            return made.step in (3, 4, 6)  # while steps 4, 5 and 7 are taken
+
+        def snapshot(self, step: int, has_lines: bool, may_copy: bool) -> None:
+            begun[step] = may_copy
+
+    made.saver = cast(
+        Any, Copying(save=saved.append, begin=saved.append, begins_snapshots=False, is_end=False)
+    )
+    assert train(made) is True
+    assert begun == {step: step != 4 for step in range(2, 21, 2)}
+    assert saved[-1] == 20, "bits of copies are none of events"

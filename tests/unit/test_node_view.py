@@ -150,5 +150,8 @@ def test_the_steps_in_the_memory_of_each_node_are_shown(tmp_path: Path) -> None:
         assert node.status()["snapshot_interval"] is None
         node.receive(Samples([Sample("tandem_snapshot_interval_seconds", {}, 1.5)]))
         assert node.status()["snapshot_interval"] == 1.5
+        assert node.status()["copies"] == {}
+        node.newest_copy = lambda: 5
+        until(lambda: node.status()["copies"] == {"0": 5})
     finally:
         node.close()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tandem.checkpoint.snapshot import streams_of
+from tandem.checkpoint.pinned import streams_of
 from tandem.config.slices import ComputeConfig, ExchangeConfig
 from tandem.data.seeds import seed_generators
 from tandem.distributed.group import ProcessGroup

@@ -19,7 +19,8 @@ import played_gpu
 from tandem.checkpoint import node_memory as memory_module
 from tandem.checkpoint import snapshot as snapshot_module
 from tandem.checkpoint.node_memory import NodeMemory
-from tandem.checkpoint.snapshot import SLOT, Layout, Pinned, Snapshots, newest_snapshot, newest_step
+from tandem.checkpoint.pinned import Pinned
+from tandem.checkpoint.snapshot import SLOT, Layout, Snapshots, newest_snapshot, newest_step
 from tandem.checkpoint.state import flatten, unflatten
 from tandem.errors import ConfigError
 from tandem.process import memory_left

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from tandem.bounded_reader import count, text
 from tandem.checkpoint.manifest import check_size, is_sharded, shard_entries
+from tandem.checkpoint.pinned import ALIGNMENT
 from tandem.checkpoint.shards import SHARD, VALUES, Path, mapped_shards, shard
-from tandem.checkpoint.snapshot import ALIGNMENT, NO_HOMES
+from tandem.checkpoint.snapshot import NO_HOMES
 from tandem.checkpoint.state import (
     MOST_NAMES,
     SLACK_BYTES,

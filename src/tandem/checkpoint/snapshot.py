@@ -5,11 +5,11 @@ says which one is used. State that is equal on all ranks is divided among the ra
 statistics are rank 0's, which it has sent to all ranks. Each rank writes its part into its own region,
 alternating between two slots:
 
-    bytes 0..47    for slot 0, then slot 1: fingerprint of the layout, step (0: being written), number of the
+    bytes 0..71    for slots 0, 1 and 2: fingerprint of the layout, step (0: being written), number of the
                    generation that wrote it; 8 bytes each
-    bytes 48..63   offset of the tensors in a slot, size of a slot; 8 bytes each
-    from byte 64   slot 0: length of the skeleton (8 bytes), skeleton, this rank's part of the tensors
-    then           slot 1: the same
+    bytes 72..87   offset of the tensors in a slot, size of a slot; 8 bytes each
+    from byte 128  slot 0: length of the skeleton (8 bytes), skeleton, this rank's part of the tensors
+    then           slot 1: the same; slot 2, too, if another node keeps copies (`slot_copies.py`)
 
 A rank marks a slot as being written, writes it, and marks it with the step. The ranks step together: when one
 of them writes a snapshot, all have written the one before. So one slot is always complete, as long as all
@@ -27,7 +27,6 @@ import marshal
 import mmap
 import struct
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,95 +35,22 @@ import torch
 from torch import Tensor
 
 from tandem.checkpoint.node_memory import NodeMemory
+from tandem.checkpoint.pinned import ALIGNMENT, Pinned, streams_of
 from tandem.checkpoint.plain import restored
 from tandem.checkpoint.state import destinations_by_index, flatten, home_or_memory, unflatten
 from tandem.process import memory_left
 from tandem.torch_private import copy_all
 
-# Pinned host memory, so that copies from a GPU run asynchronously.
-#
-# torch rounds its own pinned memory up to a power of two for each tensor, which can need twice the state's
-# size.
-
 log = logging.getLogger("tandem.run")
-
-ALIGNMENT = 64
-
-
-class Pinned:
-    """Pins one piece of memory at a time. If CUDA refuses, copies still work, but block the host."""
-
-    def __init__(self) -> None:
-        self._held = (0, 0)  # address, bytes
-        self._is_refused = False
-
-    def hold(self, memory: Tensor) -> None:
-        """Pin `memory` (which the caller keeps alive) and unpin the previous piece.
-
-        The same memory is pinned once.
-        """
-        wanted = (memory.data_ptr(), memory.nbytes)
-        if wanted == self._held or self._is_refused:
-            return
-        self.release()
-        result = int(torch.cuda.cudart().cudaHostRegister(*wanted, 0))  # type: ignore[no-untyped-call]
-        if result == 0:
-            self._held = wanted
-            return
-        self._is_refused = True
-        self._warn(memory.nbytes, result)
-        # CUDA keeps the error and would raise it at the next kernel launch, wherever that is.
-        with suppress(RuntimeError):
-            torch.ones(1, device="cuda")
-
-    @staticmethod
-    def _warn(size: int, result: int) -> None:
-        log.warning(
-            "CUDA cannot pin %.2f GiB of host memory (error %d): copies from the GPU will delay steps; raise "
-            "the limit on locked memory (ulimit -l unlimited), or add memory",
-            size / 2**30,
-            result,
-        )
-
-    def release(self) -> None:
-        """Unpin the memory. Call this before the memory is freed."""
-        if self._held[0]:
-            torch.cuda.cudart().cudaHostUnregister(self._held[0])  # type: ignore[no-untyped-call]
-        self._held = (0, 0)
-
-
-def streams_of(sources: list[Tensor]) -> list[torch.cuda.Stream]:
-    """Return the current stream of each GPU that `sources` are on; copies run on these."""
-    devices = {source.device for source in sources if source.is_cuda}
-    return [torch.cuda.current_stream(device) for device in devices]
-
-
-def homes_in_one_piece(sources: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return (memory, tensors in it with the shapes and dtypes of `sources`), laid out one after another.
-
-    Each tensor has its own storage, because torch.save requires that for views with different dtypes.
-    """
-    offsets = []
-    end = 0
-    for source in sources:
-        offsets.append(end)
-        end += -(-source.nbytes // ALIGNMENT) * ALIGNMENT
-    # torch.frombuffer accepts neither an empty buffer nor zero elements.
-    memory = bytearray(max(end, ALIGNMENT))
-    homes = [
-        torch.frombuffer(memory, dtype=source.dtype, count=source.numel(), offset=begin).reshape(source.shape)
-        if source.numel()
-        else torch.empty(source.shape, dtype=source.dtype)
-        for begin, source in zip(offsets, sources, strict=True)
-    ]
-    return torch.frombuffer(memory, dtype=torch.uint8), homes
-
 
 SLOT = struct.Struct("<Qqq")  # fingerprint, step, generation
 GEOMETRY = struct.Struct("<qq")  # offset of the tensors in a slot, bytes of a slot
-GEOMETRY_AT = 2 * SLOT.size
+MOST_SLOTS = 3
+COPIED_SLOTS = MOST_SLOTS + 2
+"""Slots in a node's memory for each rank, if it also keeps copies of a rank of another node."""
+GEOMETRY_AT = MOST_SLOTS * SLOT.size
 LENGTH = struct.Struct("<q")
-HEADER_BYTES = 64
+HEADER_BYTES = 128
 SKELETON_SLACK = 2  # the skeleton's numbers may need more bytes later
 PER_RANK = "per_rank"
 OF = "of"
@@ -203,6 +129,8 @@ class Snapshots:
     `kept` is the slot that has the state which the ranks started with, and which is overwritten last. None
     means that the regions contain nothing worth keeping. It must be the same on all ranks of the node.
     `generation`: the number of this generation of ranks. `nodes_here`: nodes that share this machine.
+    `copies`: this rank's region for another node's slots, whose own node keeps copies of these; then there is
+    a third slot if the node has enough memory, and `held` are the slots that must not be overwritten.
     """
 
     def __init__(
@@ -212,7 +140,12 @@ class Snapshots:
         kept: int | None,
         generation: int = 0,
         nodes_here: int = 1,
+        copies: NodeMemory | None = None,
+        held: Collection[int] = (),
     ) -> None:
+        self.held = frozenset(held)
+        self.slots = 2 if copies is None else MOST_SLOTS
+        self._copies = copies
         self._regions = regions
         self._generation = generation
         self._nodes_here = nodes_here
@@ -222,11 +155,27 @@ class Snapshots:
         self._layout: Layout | None = None
         self._memory: mmap.mmap | None = None
         self._part: list[tuple[int, int, int, int]] = []
-        self._targets: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._targets: list[list[Tensor]] = []
         self._capacity = self._slot_bytes = 0
         self._slot = 1 if kept is None else kept  # the slot written last
         self._is_kept = kept is not None
         self._pinned = Pinned()
+
+    @property
+    def region(self) -> NodeMemory:
+        """The region that this rank writes to."""
+        return self._region
+
+    @property
+    def memory(self) -> mmap.mmap:
+        """That region, mapped; only after the first `take`."""
+        assert self._memory is not None
+        return self._memory
+
+    @property
+    def slot(self) -> int:
+        """The slot written last."""
+        return self._slot
 
     @property
     def is_laid_out(self) -> bool:
@@ -261,9 +210,9 @@ class Snapshots:
         memory = self._memory
         layout = self._layout
         assert memory is not None and layout is not None
-        self._slot = 1 - self._slot
+        self._slot = self._next()
         SLOT.pack_into(memory, self._slot * SLOT.size, layout.fingerprint, 0, 0)
-        start = _slot_start(self._slot, self._slot_bytes)
+        start = slot_start(self._slot, self._slot_bytes)
         LENGTH.pack_into(memory, start, len(text))
         memory[start + LENGTH.size : start + LENGTH.size + len(text)] = text
         sources = [tensors[index].reshape(-1)[first : first + count] for index, first, count, _ in self._part]
@@ -271,6 +220,11 @@ class Snapshots:
         SLOT.pack_into(memory, self._slot * SLOT.size, layout.fingerprint, step, self._generation)
         self._is_kept = True
         return fits
+
+    def _next(self) -> int:
+        """Return the slot to overwrite. If it is the newest one, a held slot is the next newest."""
+        free = [slot for slot in range(self.slots) if slot not in self.held]
+        return next((slot for slot in free if slot != self._slot), self._slot)
 
     def _copy(self, sources: list[Tensor]) -> None:
         """Copy into the slot.
@@ -287,47 +241,61 @@ class Snapshots:
             stream.synchronize()
 
     def _lay_out(self, forms: Sequence[TensorForm], own: Collection[int], text_bytes: int) -> None:
-        """Place both slots in the region; a restarted rank reuses those of its predecessor."""
+        """Place the slots in the region; a restarted rank reuses those of its predecessor."""
         layout = Layout.of(forms, own, self._ranks)
         # The region may be mapped again below, and memory must not be unmapped while it is pinned.
         self._pinned.release()
-        self._check_room(layout.cuts[-1])
+        self._choose_slots(layout.cuts[-1])
         data = _aligned(LENGTH.size + text_bytes * SKELETON_SLACK)
         slot_bytes = data + layout.cuts[self._rank + 1] - layout.cuts[self._rank]
-        memory = self._region.map(max(self._region.size(), _slot_start(2, slot_bytes)))
-        # If either slot had another layout, its tensors would be read from wrong offsets.
-        if _fingerprints(memory) <= {0, layout.fingerprint} and _has_room(memory, text_bytes):
-            data, slot_bytes = GEOMETRY.unpack_from(memory, GEOMETRY_AT)
+        head = self._region.map(HEADER_BYTES)
+        # If any slot had another layout, its tensors would be read from wrong offsets.
+        if _fingerprints(head) <= {0, layout.fingerprint} and _has_room(head, text_bytes):
+            data, slot_bytes = GEOMETRY.unpack_from(head, GEOMETRY_AT)
         else:
-            memory[:HEADER_BYTES] = bytes(HEADER_BYTES)
-            GEOMETRY.pack_into(memory, GEOMETRY_AT, data, slot_bytes)
-        for slot in (0, 1):  # marks of an older generation must not be combined with new ones
-            if slot != self._slot or not self._is_kept:
+            head[:] = bytes(HEADER_BYTES)
+            GEOMETRY.pack_into(head, GEOMETRY_AT, data, slot_bytes)
+            self.held = frozenset()
+        memory = self._region.map(max(self._region.size(), slot_start(self.slots, slot_bytes)))
+        for slot in range(MOST_SLOTS):  # marks of an older generation must not be combined with new ones
+            if slot not in self.held and (slot != self._slot or not self._is_kept):
                 SLOT.pack_into(memory, slot * SLOT.size, 0, 0, 0)
         self._layout, self._part, self._memory = layout, layout.part(self._rank), memory
         self._capacity = data - LENGTH.size
         self._slot_bytes = slot_bytes
         raw = torch.frombuffer(memory, dtype=torch.uint8)
-        first, second = (
+        self._targets = [
             [
-                typed(raw, _slot_start(slot, slot_bytes) + data + offset, forms[index][0], count)
+                typed(raw, slot_start(slot, slot_bytes) + data + offset, forms[index][0], count)
                 for index, _, count, offset in self._part
             ]
-            for slot in (0, 1)
-        )
-        self._targets = first, second
+            for slot in range(self.slots)
+        ]
 
-    def _check_room(self, state_bytes: int) -> None:
-        """Raise OSError if the node has too little memory for both slots and for the copy that a save makes.
+    def _choose_slots(self, state_bytes: int) -> None:
+        """Raise OSError if there is too little memory; do without copies if it is enough without them."""
+        if self._copies is not None:
+            try:
+                self._check_room(state_bytes, COPIED_SLOTS, [*self._regions, self._copies])
+                return
+            except OSError as error:
+                log.warning("no node keeps copies of its neighbor's shards: %s", error)
+            self._copies = None
+            self.slots = 2
+            self.held = frozenset()
+        self._check_room(state_bytes, 2, self._regions)
+
+    def _check_room(self, state_bytes: int, slots: int, regions: Sequence[NodeMemory]) -> None:
+        """Raise OSError if the node has too little memory for the slots and for the copy that a save makes.
 
         The check covers all ranks of this machine together, because they allocate at the same time.
         """
         # Regions of an earlier generation occupy their memory already.
-        missing = 2 * state_bytes - sum(region.present() for region in self._regions)
+        missing = slots * state_bytes - sum(region.present() for region in regions)
         missing *= self._nodes_here
         left = memory_left(Path("/"))
         if left is not None and missing > 0 and missing + state_bytes > left:
-            wanted = 2 * state_bytes * self._nodes_here
+            wanted = slots * state_bytes * self._nodes_here
             gib = [f"{each / 2**30:.2f}" for each in (wanted, state_bytes, left)]
             raise OSError(
                 errno.ENOMEM,
@@ -336,12 +304,13 @@ class Snapshots:
             )
 
 
-def _slot_start(slot: int, slot_bytes: int) -> int:
+def slot_start(slot: int, slot_bytes: int) -> int:
+    """Return where a slot begins in a region."""
     return HEADER_BYTES + slot * slot_bytes
 
 
 def _fingerprints(memory: mmap.mmap) -> set[int]:
-    return {SLOT.unpack_from(memory, slot * SLOT.size)[0] for slot in (0, 1)}
+    return {SLOT.unpack_from(memory, slot * SLOT.size)[0] for slot in range(MOST_SLOTS)}
 
 
 def _has_room(memory: mmap.mmap, text_bytes: int) -> bool:
@@ -381,11 +350,11 @@ class Slot(NamedTuple):
 
 
 def whole_slots(regions: Sequence[NodeMemory]) -> dict[int, Slot]:
-    """Return {step: its slot} of the snapshots (at most two) that all of the node's ranks have finished."""
+    """Return {step: its slot} of the snapshots (at most three) that all of the node's ranks have finished."""
     if not regions or any(region.size() <= HEADER_BYTES for region in regions):
         return {}
     heads = [region.map(HEADER_BYTES) for region in regions]
-    marks = [{SLOT.unpack_from(head, slot * SLOT.size) for head in heads} for slot in (0, 1)]
+    marks = [{SLOT.unpack_from(head, slot * SLOT.size) for head in heads} for slot in range(MOST_SLOTS)]
     # The marks of all ranks must be equal: the same layout and the same step.
     found = dict[int, Slot]()
     for number, mark in enumerate(marks):
@@ -409,7 +378,7 @@ def forget_after(region: NodeMemory, step: int) -> None:
     """Invalidate snapshots of later steps than `step`, from which the run does not continue."""
     if region.size() > HEADER_BYTES:
         head = region.map(HEADER_BYTES)
-        for slot in (0, 1):
+        for slot in range(MOST_SLOTS):
             if SLOT.unpack_from(head, slot * SLOT.size)[1] > step:
                 SLOT.pack_into(head, slot * SLOT.size, 0, 0, 0)
 
@@ -423,7 +392,7 @@ def read_slot(
     """
     memories = [region.map(region.size()) for region in regions]
     geometries = [GEOMETRY.unpack_from(memory, GEOMETRY_AT) for memory in memories]
-    starts = [_slot_start(slot, slot_bytes) for _, slot_bytes in geometries]
+    starts = [slot_start(slot, slot_bytes) for _, slot_bytes in geometries]
     skeleton, forms, own = _header(memories[0], starts[0])
     there = destinations_by_index(skeleton, homes)
     tensors = [
@@ -443,7 +412,7 @@ def skeleton_in(region: NodeMemory, slot: int) -> dict[Any, Any]:
     """Return the skeleton of the snapshot in `slot`, without tensors, from a node's first region."""
     memory = region.map(region.size())
     _, slot_bytes = GEOMETRY.unpack_from(memory, GEOMETRY_AT)
-    skeleton: dict[Any, Any] = _header(memory, _slot_start(slot, slot_bytes))[0]
+    skeleton: dict[Any, Any] = _header(memory, slot_start(slot, slot_bytes))[0]
     return skeleton
 
 
@@ -451,7 +420,7 @@ def skeleton_digest(region: NodeMemory, slot: int) -> str:
     """Return a digest of everything but the values of tensors, from a node's first region."""
     memory = region.map(region.size())
     _, slot_bytes = GEOMETRY.unpack_from(memory, GEOMETRY_AT)
-    text = repr(_header(memory, _slot_start(slot, slot_bytes)))
+    text = repr(_header(memory, slot_start(slot, slot_bytes)))
     return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:16]
 
 

@@ -12,8 +12,8 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
+from tandem.checkpoint.pinned import Pinned, homes_in_one_piece, streams_of
 from tandem.checkpoint.retention import Retention
-from tandem.checkpoint.snapshot import Pinned, homes_in_one_piece, streams_of
 from tandem.checkpoint.state import flatten, unflatten
 from tandem.checkpoint.storage.protocol import Sink
 from tandem.checkpoint.store import CheckpointStore, Info

@@ -85,7 +85,8 @@ class ConsensusReader:
             # A flag of a single rank makes the mean positive.
             stop=mean[STOP] > 0,
             is_skipped=mean[LOSS_NOT_FINITE] + mean[GRADIENTS_NOT_FINITE] > 0,
-            # Only rank 0 has bits here. The rounding removes the error of the division.
+            # Only rank 0 has bits of events here; those of other ranks are above them (training/loop.py). The
+            # rounding removes the error of the division.
             decisions=round(mean[DECISIONS] * self._group.size),
             sums=dict(zip(self._names, zip(totals[::2], totals[1::2], strict=True), strict=True)),
         )

@@ -62,6 +62,10 @@ class Connection:
     job: str = ""
 
 
+REGIONS = 3
+"""Memory regions per rank, see `Grant.memories`."""
+
+
 @dataclass(frozen=True)
 class Grant:
     """What an agent passes to its ranks; the same for all ranks of the node in one generation.
@@ -70,7 +74,8 @@ class Grant:
     fencing token to check at each publication in the run directory; None if nothing is written there.
 
     `memories`: shared memory that outlives the ranks. One region per rank for its part of the state that is
-    equal on all ranks, then one region per rank for the rank's own state. Empty without an agent.
+    equal on all ranks, then one region per rank for the rank's own state, then one per rank for copies of
+    another node's own state. Empty without an agent.
     """
 
     restart: int = 0
@@ -87,11 +92,22 @@ class Grant:
     @property
     def shared_memories(self) -> tuple[NodeMemory, ...]:
         """The regions of all ranks of the node, for state that is equal on all ranks of the job."""
-        return self.memories[: len(self.memories) // 2]
+        return self.memories[: len(self.memories) // REGIONS]
 
     def own_memories(self, local_rank: int) -> tuple[NodeMemory, ...]:
         """Return the region of that rank's own state; empty without an agent."""
-        index = len(self.memories) // 2 + local_rank
+        return self._regions(1, local_rank)
+
+    def copy_memories(self, local_rank: int) -> tuple[NodeMemory, ...]:
+        """Return the region with that rank's copies of a neighbor's state; empty without an agent."""
+        return self._regions(2, local_rank)
+
+    def private_memories(self, local_rank: int) -> tuple[NodeMemory, ...]:
+        """Return both of these regions; empty without an agent."""
+        return *self.own_memories(local_rank), *self.copy_memories(local_rank)
+
+    def _regions(self, kind: int, local_rank: int) -> tuple[NodeMemory, ...]:
+        index = kind * len(self.memories) // REGIONS + local_rank
         return self.memories[index : index + 1]
 
     @property

@@ -15,7 +15,7 @@ from tandem.checkpoint.decision import ResumeDecision
 from tandem.checkpoint.node_memory import NodeMemory
 from tandem.config import Settings
 from tandem.config.slices import ONE_PROCESS
-from tandem.distributed.position import Grant
+from tandem.distributed.position import REGIONS, Grant
 from tandem.errors import FINISHED, STOPPED, CrashLoopError, TandemError
 from tandem.launch.announce_error import write_termination_message
 from tandem.launch.fork_server import start_fork_server
@@ -142,13 +142,15 @@ def _run_agent(
 
     placement = endpoint.placement
     nproc = placement.nproc or _ranks_for_gpus(settings)
-    memories = [NodeMemory() for _ in range(2 * nproc)]  # two per rank, see `Grant.memories`
+    memories = [NodeMemory() for _ in range(REGIONS * nproc)]  # see `Grant.memories`
     workers = Workers(work.rank_entry, work.job, memories, work.warm_up, work.standby_key)
     stop_together(workers.signal_all)
     view = NodeView(run, settings, placement, state_dir, folder, prepared.access, stop)
     grant = Grant(memories=tuple(memories))
     own = [region for rank in range(nproc) for region in grant.own_memories(rank)]
     view.newest_snapshot = partial(newest_step, grant.shared_memories, own)
+    copies = [region for rank in range(nproc) for region in grant.copy_memories(rank)]
+    view.newest_copy = partial(newest_step, (), copies)
     with contextlib.closing(view), contextlib.ExitStack() as opened:
         names = trackers_of(settings, os.environ) if placement.node_rank == 0 else []
         if OTEL in names:

@@ -68,6 +68,8 @@ class NodeView:
         self.on_heartbeat: Callable[[Heartbeat], None] = lambda beat: None
         self.newest_snapshot: Callable[[], int | None] = lambda: None
         """The step of the newest state in this node's memory, if any."""
+        self.newest_copy: Callable[[], int | None] = lambda: None
+        """The step of the newest copy of another node's shards there, if any."""
         self._limits = health.HealthLimits.asked(settings.launch, settings.reliability)
         self.last_words = ""  # the reason given by the first rank that failed
         self._state = "starting"
@@ -325,7 +327,8 @@ class NodeView:
             "seconds_since_progress": round(time.time() - self.last_progress, 1),
             "restarts": self._restarts.total,
             "planned_stops": self._restarts.planned_stops,
-            "snapshots": {str(node): int(step) for node, step in self._snapshots()},
+            "snapshots": self._steps_in_memory(metrics.SNAPSHOT_STEP),
+            "copies": self._steps_in_memory(metrics.NEIGHBOR_COPY_STEP),
             "snapshot_interval": self.metrics.value(metrics.SNAPSHOT_INTERVAL_SECONDS),
             "checkpoint_every": self._settings.checkpoint.checkpoint_every,
             "blocks": block_reads(self.metrics),
@@ -334,9 +337,9 @@ class NodeView:
             **(self._about.hidden(self._history.now()) if self._history is not None else {}),
         }
 
-    def _snapshots(self) -> list[tuple[int, float]]:
-        """Return (node, step of the newest state in its memory) of each node that has one."""
-        return sorted(self.metrics.by_node(metrics.SNAPSHOT_STEP).items())
+    def _steps_in_memory(self, family: metrics.Gauge) -> dict[str, int]:
+        """Return {node: step} of each node that has one of the family in its memory."""
+        return {str(node): int(step) for node, step in sorted(self.metrics.by_node(family).items())}
 
     def _verdict(self) -> str | None:
         """Return in one sentence what limits this launch, from its metrics; None if nothing does."""
@@ -400,6 +403,8 @@ class NodeView:
             self.metrics.apply([*self._activities.take(time.monotonic()), *signals])
         if (step := self.newest_snapshot()) is not None:
             self.metrics.apply([metrics.SNAPSHOT_STEP.set(step)])
+        if (step := self.newest_copy()) is not None:
+            self.metrics.apply([metrics.NEIGHBOR_COPY_STEP.set(step)])
         sizes = {rank: agent_state.resident_bytes(pid) for rank, pid in self.pids.items()}
         self.metrics.apply([
             metrics.RANK_MEMORY_BYTES.set(size, rank=rank) for rank, size in sizes.items() if size

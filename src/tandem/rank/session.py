@@ -24,6 +24,7 @@ from tandem.distributed.devices import (
     set_threads,
 )
 from tandem.distributed.group import ProcessGroup
+from tandem.distributed.neighbors import NeighborCopies
 from tandem.distributed.position import RankStart
 from tandem.distributed.strategy import Strategy
 from tandem.errors import FINISHED
@@ -278,6 +279,7 @@ class RankSession:
             *slots,
             resume_point.generation,
             strategy.shards_parameters,
+            self._open_copies() if strategy.shards_parameters else None,
         )
         if config.snapshot_every == "auto":
             self.saver.on_copied = self._adapt_snapshots
@@ -287,6 +289,12 @@ class RankSession:
         interval = snapshot_interval(self.world.device.type, size, seconds)
         self.event_schedule.cadences["snapshot"] = Cadence(interval, "seconds")
         self.recorder.snapshots_every(interval)
+
+    def _open_copies(self) -> NeighborCopies | None:
+        """Connect the ranks of neighboring nodes, if there are several and they keep snapshots."""
+        if self.position.nodes == 1 or self.event_schedule.cadences["snapshot"].unit == "never":
+            return None
+        return NeighborCopies.open(self.world, self.connection, self.grant, self.beginning.held)
 
     def begin_run(self, model: nn.Module) -> None:
         """Open the displays, and remove the summary of an earlier end."""

@@ -251,6 +251,8 @@ SNAPSHOT_STEP = Gauge("snapshot_step",
     "Step of the newest state in the node's memory.", "checkpoints", by_node=True)
 SNAPSHOT_INTERVAL_SECONDS = Gauge("snapshot_interval_seconds",
     "Shortest time between two states in memory with --snapshot-every auto; 0: at every step.", "checkpoints")
+NEIGHBOR_COPY_STEP = Gauge("neighbor_copy_step",
+    "Step of the newest copy of another node's shards in the node's memory.", "checkpoints", by_node=True)
 # Starts at 0, so that a run whose saves never succeed also counts as stale, instead of having no series.
 CHECKPOINT_LAST_SUCCESS_STEP = Gauge("checkpoint_last_success_step",
     "Step of the last checkpoint.", "checkpoints", initial=0.0)

@@ -23,6 +23,8 @@ from tandem.training.step import Proposal, TrainStep
 
 # An event's position is its bit in the decisions that the ranks exchange.
 EVENTS = ("log", "eval", "save", "check", "snapshot", "replay")
+COPYING = 1 << len(EVENTS)
+"""Each rank adds this to the bits while the next node has not yet received its last copy."""
 
 
 @dataclass
@@ -140,7 +142,8 @@ def train(t: TaskLoopState) -> bool:
     while t.step < planned:
         t.clock.begin_step()
         micro_batches = next(t.batches)
-        proposal = Proposal(bool(t.stop), t.event_schedule.decisions(t.world.is_first))
+        decisions = t.event_schedule.decisions(t.world.is_first) + COPYING * t.saver.is_copying
+        proposal = Proposal(bool(t.stop), decisions)
         t.clock.enter("transfer")
         # Once before the first step, and again whenever the task freezes other parameters.
         if t.step == next_dry_step:
@@ -192,7 +195,9 @@ def after_step(t: LoopState, consensus: Consensus | None, rate: float, is_first:
         due = {"save"}  # no snapshot: a restart would train on from it after the end
     if "snapshot" in due:  # after the step's lines in the journal, because a resume drops only later lines
         with t.clock.phase("checkpoint") if t.saver.begins_snapshots else nullcontext():
-            t.saver.snapshot(t.step, has_lines=bool(due & {"log", "eval"}))
+            # Copies of one step count only together, so a rank begins one only if no rank still copies.
+            may_copy = consensus is not None and consensus.decisions < COPYING
+            t.saver.snapshot(t.step, has_lines=bool(due & {"log", "eval"}), may_copy=may_copy)
     if "save" in due:
         with t.clock.phase("checkpoint"):
             t.saver.save(t.step)

@@ -34,13 +34,14 @@ from tandem.config.slices import CheckpointConfig
 from tandem.data.fingerprint import changed, data_facts, reordered
 from tandem.data.sampler import GlobalOrder
 from tandem.distributed.group import ProcessGroup
+from tandem.distributed.neighbors import Held, Piece, ShardMap, deliver, listed_nodes, pieces_here
 from tandem.distributed.position import Grant, Position
 from tandem.distributed.whole_state import broadcast_state
 from tandem.errors import ConfigError, CorruptCheckpointError, UnloadableError
 from tandem.log import counted
 from tandem.telemetry import metrics
 from tandem.telemetry.recorder import Recorder
-from tandem.training.shards import ShardedReading, newest_of_all
+from tandem.training.shards import ShardedReading
 from tandem.training.weights import InitialWeights, read_weights
 
 log = logging.getLogger("tandem.run")
@@ -60,7 +61,8 @@ class ResumePoint:
     which marks its snapshots. `weights`: the weights that a fresh run starts from. `scores`: of an evaluation
     at this step. `ended_of`: the number of planned steps of a run that the task ended here; else 0.
     `owes_evaluation`: a run failed in the evaluation of this step. `data`: the manifest's description of the
-    dataset. `own`: this rank's own values by name, and `own_slot` the slot of their snapshot.
+    dataset. `own`: this rank's own values by name, and `own_slot` the slot of their snapshot. `held`: slots
+    to keep until the next node has newer copies.
     """
 
     step: int
@@ -75,6 +77,7 @@ class ResumePoint:
     data: Mapping[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
     own_slot: int | None = None
+    held: Held = Held()
     owes_evaluation: bool = False
 
 
@@ -100,16 +103,18 @@ def begin(
     found = _Found(0)
     decision = grant.resume
     local_rank = world.position.local_rank
-    slots = _own_slots(world.position, grant) if own or shards else {}
-    here = _NodeSnapshots.by(world.position.node_rank, grant.shared_memories, slots)
+    slots = _own_slots(world.position, grant) if own else {}
+    pieces = pieces_here(world, grant) if shards else []
+    here = _NodeSnapshots.by(world.position.node_rank, grant.shared_memories, slots, pieces)
     there = [_NodeSnapshots(**told) for told in world.gather_json(here._asdict())]
+    where = ShardMap([each.pieces for each in there], [each.node for each in there])
     if world.is_first and decision.kind == "complete":
         found = _Found(COMPLETE)
     elif world.is_first:
         store.open_for_writing()
         # The run restarts from another state, so snapshots that other nodes still have do not count.
         starts_over = config.resume == "never" or decision.moved_to is not None
-        newest = newest_of_all([each.own for each in there]) if shards else _best(there, has_own=bool(own))
+        newest = where.newest() if shards else _best(there, has_own=bool(own))
         best = None if starts_over and grant.restart == 0 else newest
         found = _newest(store, best, decision, recorder, homes, shards)
     if shards:
@@ -119,7 +124,7 @@ def begin(
     step, holder, info, count, named, generation = world.broadcast_json(
         [found.step, found.holder, found.shared_info(), len(parts), named, secrets.randbits(62)]
     )
-    for region in (*grant.shared_memories[local_rank:][:1], *grant.own_memories(local_rank)):
+    for region in (*grant.shared_memories[local_rank:][:1], *grant.private_memories(local_rank)):
         forget_after(region, max(step, 0))
     if step == 0 and config.init_from is not None:
         weights = _weights(world, config.init_from, config.init_strict, download)
@@ -130,9 +135,11 @@ def begin(
     state = found.state
     found = _Found(step)  # drops the reference to the state on rank 0
     # After a snapshot, each rank's own values are in its memory; a checkpoint's are on rank 0.
-    if holder is not None:
-        own_slot = slots[step].number if own or shards else None
-        loaded = _from_memory(world, grant, there, holder, step, homes, own_slot, shards is not None)
+    if holder is not None and shards:
+        loaded = _shards_from_memory(world, grant, where, step)
+    elif holder is not None:
+        own_slot = slots[step].number if own else None
+        loaded = _from_memory(world, grant, there, holder, step, homes, own_slot)
     else:
         read = shards.state if shards else None
         state = read or (broadcast_state(world, state, homes) if world.size > 1 else state)
@@ -151,6 +158,7 @@ def begin(
         data=info.get("data", {}),
         own=loaded.own,
         own_slot=loaded.own_slot,
+        held=loaded.held,
         owes_evaluation=bool(info.get("owes_evaluation", False)),
     )
 
@@ -159,21 +167,24 @@ class _NodeSnapshots(NamedTuple):
     """What the node of a rank has in its memory, as ranks tell each other.
 
     `snapshots`: {step as text: [slot, generation, digest of the skeleton]}. `own`: {step: generation} of the
-    rank's own values.
+    rank's own values. `pieces`: of sharded state, in its own regions.
     """
 
     node: int
     snapshots: dict[str, list[Any]]
     own: dict[str, int]
+    pieces: Sequence[Sequence[int]]
 
     @classmethod
-    def by(cls, node: int, regions: Sequence[NodeMemory], own: Mapping[int, Slot]) -> "_NodeSnapshots":
+    def by(
+        cls, node: int, regions: Sequence[NodeMemory], own: Mapping[int, Slot], pieces: Sequence[Piece]
+    ) -> "_NodeSnapshots":
         """Return what this rank has, in its node's shared `regions` and in its `own` one."""
         found = {
             str(step): [*slot, skeleton_digest(regions[0], slot.number)]
             for step, slot in whole_slots(regions).items()
         }
-        return cls(node, found, {str(step): slot.generation for step, slot in own.items()})
+        return cls(node, found, {str(step): slot.generation for step, slot in own.items()}, pieces)
 
     def has(self, step: int) -> tuple[int, str] | None:
         """Return what identifies the snapshot of `step`, or None if it is not here."""
@@ -203,6 +214,22 @@ class _Loaded(NamedTuple):
     source: str = "checkpoint"
     slot: int | None = None
     own_slot: int | None = None
+    held: Held = Held()
+
+
+def _shards_from_memory(world: ProcessGroup, grant: Grant, where: ShardMap, step: int) -> _Loaded:
+    """Return this rank's part of the snapshot of `step`, after all ranks have received what they lack."""
+    state = where.state_at(step)
+    held = where.held(world.rank, state)
+    own_slot = deliver(world, grant, where, state, held.own)
+    mine = read_slot(grant.own_memories(world.position.local_rank), step, own_slot).state
+    nodes = where.sources(state)
+    source = f"memory of {listed_nodes(nodes)}" if nodes else "memory of this node"
+    if world.is_first:
+        log.info("resuming from step %s (in-memory snapshot%s)", f"{step:,}", f", {source}" if nodes else "")
+    if held.own is None:
+        held = held._replace(own=own_slot)
+    return _Loaded(mine, {}, source, None, own_slot, held)
 
 
 def _from_memory(
@@ -213,14 +240,12 @@ def _from_memory(
     step: int,
     homes: Mapping[str, Tensor],
     own_slot: int | None,
-    has_shards: bool,
 ) -> _Loaded:
-    """Return the snapshot of `step`: from rank `holder`, or with `has_shards` from each rank's own memory."""
+    """Return the snapshot of `step` from rank `holder`, and each rank's own values from its memory."""
     own = grant.own_memories(world.position.local_rank)
     mine = {} if own_slot is None else read_slot(own, step, own_slot).state
-    shared = grant.shared_memories
-    state, slot = (mine, None) if has_shards else _shared_snapshot(world, shared, there, holder, step, homes)
-    node = None if has_shards or slot is not None else there[holder].node
+    state, slot = _shared_snapshot(world, grant.shared_memories, there, holder, step, homes)
+    node = None if slot is not None else there[holder].node
     if world.is_first:
         where = "" if node is None else f" of node {node}"
         log.info("resuming from step %s (in-memory snapshot%s)", f"{step:,}", where)

@@ -19,6 +19,7 @@ from tandem.checkpoint.state import flatten
 from tandem.checkpoint.writer import FAILURES_ALLOWED, CheckpointWriter, PendingScores
 from tandem.config.slices import CheckpointConfig
 from tandem.distributed.group import ProcessGroup
+from tandem.distributed.neighbors import NeighborCopies
 from tandem.distributed.notices import StoreNotices
 from tandem.distributed.peers import is_peer_loss
 from tandem.distributed.position import Grant
@@ -83,7 +84,8 @@ class Saver:
 
     `kept_slot` is the slot of this node that has the snapshot with which this generation began, and
     `own_slot` that of the snapshot of this rank's own values. `generation` is the generation's number.
-    `has_shards`: no rank has the whole state, so all of it is this rank's own.
+    `has_shards`: no rank has the whole state, so all of it is this rank's own. `copies` sends it to the next
+    node.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Saver:
         own_slot: int | None = None,
         generation: int = 0,
         has_shards: bool = False,
+        copies: NeighborCopies | None = None,
     ) -> None:
         self._facts = facts
         self._source = source
@@ -128,7 +131,10 @@ class Saver:
         self._snapshots = Snapshots(shared, local_rank, kept_slot, generation, nodes_here) if shared else None
         own = grant.own_memories(local_rank) if has_shards or source.has_per_rank_state else ()
         self._has_shards = has_shards
-        self._own = Snapshots(own, 0, own_slot, generation, position.ranks_on_host) if own else None
+        self._copies = copies
+        region, held = (None, ()) if copies is None else (grant.copy_memories(local_rank)[0], copies.held)
+        here = position.ranks_on_host
+        self._own = Snapshots(own, 0, own_slot, generation, here, region, held) if own else None
         # With one node, the rank that has these values writes them.
         self._from_rank_0 = Rank0Values(facts.world) if position.nodes > 1 and not has_shards else None
         self._differs = self._from_rank_0 is not None and source.differs
@@ -176,16 +182,21 @@ class Saver:
         here = [each for each in (self._snapshots, self._own) if each is not None]
         return any(not each.is_laid_out for each in here)
 
-    def snapshot(self, step: int, has_lines: bool) -> None:
+    @property
+    def is_copying(self) -> bool:
+        """Whether this rank's last copy for the next node is still under way."""
+        return self._copies is not None and self._copies.is_busy
+
+    def snapshot(self, step: int, has_lines: bool, may_copy: bool = False) -> None:
         """Take this rank's part of the node's snapshot, and one of its own values. All ranks call this.
 
-        `has_lines`: rank 0 has written this step's lines to the journal.
+        `has_lines`: rank 0 has written this step's lines to the journal. `may_copy`: no rank `is_copying`.
         """
         began = time.monotonic()
         if self._has_shards:
             # Also without memory, because all ranks may have to take part.
             own = self._source.local_state()
-            with self._optional_snapshots():
+            with self._optional_snapshots(), self._copying(may_copy):
                 self._report(self._keep(step, {**own, "step": step}), began)
             return
         if self._snapshots is None and self._own is None and self._from_rank_0 is None:
@@ -217,6 +228,20 @@ class Saver:
             self.on_copied(sum(each.part_bytes for each in here), time.monotonic() - began)
 
     @contextmanager
+    def _copying(self, may_copy: bool) -> Iterator[None]:
+        """Let the next node copy the snapshot that is taken inside."""
+        if self._copies is None or self._own is None:
+            yield
+            return
+        if may_copy:
+            self._copies.begin(self._own)
+        else:
+            self._copies.wait(self._own)
+        yield
+        if may_copy:
+            self._copies.send(self._own)
+
+    @contextmanager
     def _optional_snapshots(self) -> Iterator[None]:
         """Disable snapshots if there is no memory for them."""
         try:
@@ -227,6 +252,8 @@ class Saver:
             self._snapshots = self._own = None
             # Other nodes may still keep snapshots, at a cost that this rank cannot measure.
             self.on_copied(sys.maxsize, math.inf)
+            if self._copies is not None:
+                self._copies.veto()
 
     def _receive(self, indices: Collection[int], tensors: list[Tensor], has_lines: bool) -> bool:
         """Replace the tensors at `indices` by rank 0's; return whether this node may keep `tensors` then.
@@ -286,6 +313,8 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._copies is not None:
+            self._copies.close()
         # An error of a save must not replace the one that ends the run.
         if kind is None:
             self._writer.wait()

@@ -2,7 +2,7 @@
 
 import errno
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Any
@@ -18,16 +18,6 @@ KINDS = {kind.__name__: kind for kind in (CorruptCheckpointError, UnloadableErro
 """The errors of a read that ranks tell each other; the first is the most serious."""
 
 FULL = "full"
-
-
-def newest_of_all(there: Sequence[Mapping[str, int]]) -> tuple[int, int] | None:
-    """Return (step, 0) of the newest snapshot of which every rank has its shard, or None.
-
-    `there`: {step: generation that wrote it} of each rank's snapshots.
-    """
-    first = there[0].items()
-    whole = [int(step) for step, writer in first if all(each.get(step) == writer for each in there)]
-    return (max(whole), 0) if whole else None
 
 
 class ShardedReading:

@@ -23,6 +23,12 @@ function stateInMemory(snapshots, interval) {
   return nodes.length ? [["state in memory", `step ${number(Math.max(...Object.values(snapshots)))}`, where + often]] : [];
 }
 
+// Under fsdp, the newest step of which every node has the copy that it keeps for another one.
+function copiesInMemory(copies) {
+  const steps = Object.values(copies ?? {});
+  return steps.length ? [["copies of shards", `step ${number(Math.min(...steps))}`, "each on the next node"]] : [];
+}
+
 function show(run) {
   const state = run.ending?.state ?? run.state;
   document.title = `${state} · ${run.run}`;
@@ -46,6 +52,7 @@ function show(run) {
     ["time left", isOver ? "–" : seconds(run.seconds_left), !isOver && isNumber(run.seconds_left) ? `at ${clock(run.time + run.seconds_left)}` : ""],
     ["last checkpoint", newest ? `${seconds(run.time - newest.time)} ago` : "none", newest ? `step ${number(newest.step)}` : ""],
     ...stateInMemory(run.snapshots, run.snapshot_interval),
+    ...copiesInMemory(run.copies),
     ["restarts", number(run.restarts), run.planned_stops ? `and ${number(run.planned_stops)} planned stops` : ""],
   ]);
   $("inside").hidden = !run.inspection || isOver;
