@@ -31,16 +31,18 @@ def main(index, cache, cache_bytes, deadline, rank, world_size, batch_size):
     data = tar_blocks(index, checked, cache_dir=cache, cache_bytes=int(cache_bytes), deadline=float(deadline))
     config = DataConfig(batch_size=int(batch_size))
     reader = BatchReader(config, 3, int(rank), int(world_size), None, torch.device("cpu"))
-    found = {"numbers": [], "wrong": 0, "error": []}
+    numbers = []
+    wrong = 0
+    error = []
     try:
         for micro_batches in training_data(data, reader, None).steps(0, len(data) // int(batch_size)):
-            for numbers, right in micro_batches:
-                found["numbers"] += numbers.tolist()
-                found["wrong"] += int((~right).sum())
-    except Exception as error:
-        found["error"] = [type(error).__name__, str(error)]
+            for read, right in micro_batches:
+                numbers += read.tolist()
+                wrong += int((~right).sum())
+    except Exception as raised:
+        error = [type(raised).__name__, str(raised)]
     data.close()
-    print(json.dumps(found))
+    print(json.dumps({"numbers": numbers, "wrong": wrong, "error": error}))
 
 
 if __name__ == "__main__":

@@ -294,7 +294,7 @@ class RankSession:
         """Connect the ranks of neighboring nodes, if there are several and they keep snapshots."""
         if self.position.nodes == 1 or self.event_schedule.cadences["snapshot"].unit == "never":
             return None
-        return NeighborCopies.open(self.world, self.connection, self.grant, self.beginning.held)
+        return NeighborCopies.open(self.world, self.connection, self.grant, self.resume_point.held)
 
     def begin_run(self, model: nn.Module) -> None:
         """Open the displays, and remove the summary of an earlier end."""
