@@ -1,6 +1,6 @@
 """The connection on which a rank sends copies of its snapshots to a rank of the next node.
 
-Both ends are threads beside the training thread. Nothing here is a collective, so a copy that takes long
+Both ends are threads of their ranks. Nothing here is a collective, so a copy that takes long
 makes no rank wait. The sender rests after each piece, which bounds what copies take of the network and of the
 cores.
 """
@@ -84,7 +84,7 @@ def _read(connection: socket.socket, length: int) -> bytes:
 
 
 def _watch(connection: socket.socket) -> None:
-    """Notice a host that is gone without a word, within 30 s; and send small messages at once."""
+    """Notice a host that has stopped answering, within 30 s; and send small messages at once."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)

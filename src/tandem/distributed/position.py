@@ -74,8 +74,8 @@ class Grant:
     fencing token to check at each publication in the run directory; None if nothing is written there.
 
     `memories`: shared memory that outlives the ranks. One region per rank for its part of the state that is
-    equal on all ranks, then one region per rank for the rank's own state, then one per rank for copies of
-    another node's own state. Empty without an agent.
+    equal on all ranks, then one region per rank for the rank's own state. Last, one region per rank for
+    copies of another node's own state. Empty without an agent.
     """
 
     restart: int = 0
