@@ -118,7 +118,7 @@ def test_every_copy_but_the_first_is_measured(tmp_path: Path, name: str) -> None
             trainer.saver.snapshot(trainer.step, has_lines=False)
         return found
 
-    for measured in in_ranks(copies, tmp_path, 2, name=name, memories=[NodeMemory() for _ in range(4)]):
+    for measured in in_ranks(copies, tmp_path, 2, name=name, memories=memories_of(2)):
         assert len(measured) == 4 and all(seconds > 0 for _, seconds in measured)
         sizes = [size for size, _ in measured]
         assert sizes[0] == sizes[1] > 0 and sizes[2] == sizes[3] > sizes[0]
@@ -131,7 +131,7 @@ def test_a_rank_without_memory_reports_that_it_cannot_measure(tmp_path: Path, na
         found = list[tuple[int, float]]()
         trainer.saver.on_copied = lambda size, seconds: found.append((size, seconds))
 
-        def refuses(_: int) -> None:
+        def refuses(*_: Any) -> None:
             raise OSError(errno.ENOMEM, "no memory is left")
 
         for each in (trainer.saver._snapshots, trainer.saver._own):
@@ -142,7 +142,7 @@ def test_a_rank_without_memory_reports_that_it_cannot_measure(tmp_path: Path, na
             trainer.saver.snapshot(trainer.step, has_lines=False)
         return found
 
-    memories = [NodeMemory() for _ in range(4)]
+    memories = memories_of(2)
     assert in_ranks(copies, tmp_path, 2, name=name, memories=memories) == [[(sys.maxsize, math.inf)]] * 2
 
 
