@@ -29,7 +29,7 @@ class Large(Small):
             model.rows[step % self.megabytes].add_(model[0].weight.sum() * step)
         died = Path(self.notes, "died")
         if self.last and dist.get_rank() == 1 and not died.exists():
-            taken = [int(line) for line in self.note().read_text().split()] if step > 1 else []
+            taken = [int(line) for line in self.note().read_text().split()] if self.note().exists() else []
             if step == self.last or (len(taken) >= 4 and taken[-1] < step - 1):
                 died.write_text(f"{step} {taken[-1]}")
                 os.kill(os.getpid(), signal.SIGKILL)
