@@ -75,7 +75,9 @@ def test_a_missing_program_is_named_as_it_was_typed(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(patient(120))
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize(
+    "bug", [pytest.param(bug, marks=[] if bug == "weights" else pytest.mark.slow) for bug in BUGS]
+)
 def test_a_planted_bug_is_named(tmp_path: Path, bug: str) -> None:
     # The first epoch of order-repeats is right, and so is a kill in it: two kills are in other steps.
     for seed in range(4):
@@ -92,7 +94,14 @@ def test_a_planted_bug_is_named(tmp_path: Path, bug: str) -> None:
 
 @pytest.mark.timeout(patient(120))
 @pytest.mark.parametrize(
-    "kind, seed", [("plain", 1), ("plain", 2), ("workers", 3), ("epochs", 4), ("manual", 5)]
+    "kind, seed",
+    [
+        ("plain", 1),
+        *(
+            pytest.param(kind, seed, marks=pytest.mark.slow)
+            for kind, seed in (("plain", 2), ("workers", 3), ("epochs", 4), ("manual", 5))
+        ),
+    ],
 )
 def test_a_correct_program_is_exact(tmp_path: Path, kind: str, seed: int) -> None:
     verdict, said = audited(tmp_path, kind, seed, kills=1 + (seed == 1))

@@ -34,6 +34,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(patient(120))
 def test_a_test_asserts_that_a_program_resumes(program: Path) -> None:
     found = assert_resumes([sys.executable, "train.py", "plain", "1"], kills=1)
@@ -85,6 +86,7 @@ def python_that(runner: Runner, does: str) -> str:
     return os.path.relpath(path, runner.program)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(patient(120))
 def test_the_action_fails_for_a_bug_and_names_it(runner: Runner) -> None:
     code, said = runner.step(AUDIT, command="python train.py 'optimizer-lost' 1", kills="1")

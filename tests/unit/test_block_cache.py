@@ -470,6 +470,7 @@ def test_the_limit_is_never_exceeded(opened: Opening, server: RangeServer) -> No
     assert 0 < most <= limit
 
 
+@pytest.mark.slow
 def test_what_is_there_after_a_kill_is_right(opened: Opening, server: RangeServer) -> None:
     """TEST_KILLS: how often; 100 by hand."""
     server.faults.delay = 0.002

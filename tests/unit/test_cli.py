@@ -284,6 +284,7 @@ def test_verbosity_is_ours_before_the_script_and_its_own_after(flag: str, level:
         assert cli.parser_of(verb).read([flag]).log_level == level
 
 
+@pytest.mark.slow
 def test_quiet_keeps_the_exit_code_and_the_log_and_leaves_the_terminal_alone(tmp_path: Path) -> None:
     train = ["train", "--device", "cpu", "--steps", "2", "--eval-every", "never", "--metrics", "0"]
     train += ["--metrics-linger", "0", "--run-dir"]

@@ -84,6 +84,7 @@ PEAKS = {
 }
 
 
+@pytest.mark.slow
 def test_tf32_is_found_by_its_names_of_torch_2_9() -> None:
     """The older names cannot be read after that: the run ended with 1, on GPUs alone."""
     require("torch.backends.fp32_precision", hasattr(torch.backends, "fp32_precision"), "torch 2.9 has it")

@@ -37,11 +37,13 @@ def test_it_names_the_versions_and_the_place(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "what it has tried is gone"
 
 
+@pytest.mark.slow
 def test_a_placement_that_contradicts_is_a_line_of_its_own() -> None:
     code, lines = run(RANK="1", WORLD_SIZE="2")
     assert code == 1 and lines["placement"].startswith("unknown: RANK=1")
 
 
+@pytest.mark.slow
 def test_a_setting_that_is_not_valid_is_an_error() -> None:
     assert run("--epochs", "x")[0] == 2
 
@@ -62,6 +64,7 @@ def test_memory_and_its_limit(tmp_path: Path, name: str, text: str, said: str) -
     assert doctor.memory(tmp_path) == said
 
 
+@pytest.mark.slow
 def test_a_block_cache_is_a_line_with_its_limit_and_a_check_of_its_room(tmp_path: Path) -> None:
     code, lines = run(TMPDIR=str(tmp_path))
     assert code == 0 and lines["blocks"].endswith("no block cache") and not list(tmp_path.iterdir())

@@ -47,11 +47,13 @@ def polled() -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", [computed, below])
 def test_work_is_seen(work: Callable[[], None]) -> None:
     assert seen_while(work) < 3.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait", [lambda: time.sleep(5), lambda: threading.Event().wait(5), polled])
 def test_a_thread_that_waits_shows_none(wait: Callable[[], object]) -> None:
     assert seen_while(wait) > 2.5

@@ -14,6 +14,7 @@ PROGRAM = Path(__file__).parents[1] / "hostile_runs.py"
 COUNT = int(os.environ.get("HOSTILE_RUNS", "200"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "seed"), [(30, 1), pytest.param(COUNT, 2, marks=pytest.mark.soak)])
 @pytest.mark.timeout(900)
 def test_every_command_ends_with_a_line_and_shows_nothing_from_outside(count: int, seed: int) -> None:

@@ -307,6 +307,7 @@ def seeded_sample(dataset: Dataset[torch.Tensor], seed: int, epoch: int, index: 
 generators = st.frozensets(st.sampled_from(["torch", "random", "numpy"]))
 
 
+@pytest.mark.slow
 @given(
     generators, st.integers(1, 9), st.booleans(), st.integers(1, 5), st.none() | st.integers(1, 9), st.data()
 )

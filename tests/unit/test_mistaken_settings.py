@@ -110,6 +110,7 @@ def test_who_tells_the_others_says_so_and_the_first_signal_ends_it_at_once(
     assert (code, said) == (2, "")
 
 
+@pytest.mark.slow
 def test_a_complete_run_says_that_it_waits_for_the_others_and_hears_a_signal(
     free_port: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -253,6 +253,7 @@ def test_saves_wait_for_their_trace(here: Here) -> None:
     assert here.names() == ["epoch", "epoch", "generation", "run", "save"]
 
 
+@pytest.mark.slow
 def test_a_backlog_is_sent_to_its_end(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(otel, "MOST_ROUNDS", 1)
     here.finish()
@@ -265,6 +266,7 @@ def test_a_backlog_is_sent_to_its_end(here: Here, monkeypatch: pytest.MonkeyPatc
     assert [each.name for each in here.collector.logs()] == [f"line {number:06}" for number in range(30_000)]
 
 
+@pytest.mark.slow
 def test_what_has_arrived_is_not_sent_again(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """A collector that takes some requests gets each log record once: they have no IDs."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "100")  # a slow one has taken what it has not answered

@@ -58,6 +58,7 @@ def test_a_container_that_ends_before_its_run_begins_leaves_no_open_folder(tmp_p
     assert mode_of(tmp_path / "a") == 0o700 and os.listdir(tmp_path / "a" / "log")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="becomes another user")
 def test_another_user_of_the_machine_reads_nothing() -> None:
     with tempfile.TemporaryDirectory() as name:

@@ -181,6 +181,7 @@ def probe_of(port: int, patience: float) -> MasterProbe:
     return MasterProbe("127.0.0.1", port, connect, patience)
 
 
+@pytest.mark.slow
 def test_a_port_that_accepts_and_never_answers_is_that_of_a_frozen_agent(free_port: int) -> None:
     with socket.create_server(("127.0.0.1", free_port)):
         wait_until(probe_of(free_port, 0.5).is_frozen)
