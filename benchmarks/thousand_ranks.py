@@ -132,7 +132,7 @@ def _samples_of_a_node(per_node: int) -> list[Any]:
             registry.apply(
                 [family.set(1.0, **{**values, **({"gpu": n} if "gpu" in values else {})}) for n in gpus]
             )
-    return registry.own()
+    return registry.node_samples()
 
 
 def beats_of(node: int, per_node: int) -> list[Beat]:

@@ -193,7 +193,7 @@ MEETING_FILE_SECONDS = 600.0
 SPARE_BEAT_SECONDS = 0.1
 """Between two reports of a node that its agent lives, in a job with spares. Longer among many nodes."""
 SPARE_BEATS_MISSED = 10
-"""While the others wait for a node, so many missed reports give its place to a spare.
+"""While the others wait for a node, this number of missed reports gives its place to a spare.
 
 A node that was only slow becomes a spare, and nothing is lost; an earlier exchange would be needless.
 """

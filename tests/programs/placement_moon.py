@@ -9,5 +9,5 @@ def detect(environ):
 
 
 def read(facts: PlatformEnv) -> Placement:
-    facts = facts.on("moon", ("CRATER",), COLUMNS)
+    facts = facts.for_platform("moon", ("CRATER",), COLUMNS)
     return Placement("moon", facts.number("nodes"), facts.number("node_rank"), None, facts.host(), 1969)

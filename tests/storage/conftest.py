@@ -37,9 +37,9 @@ def server(
 @pytest.fixture
 def store_address(server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A prefix of this test's own, reachable from this process."""
-    from tandem.checkpoint.storage import _made
+    from tandem.checkpoint.storage import _cached_remote
 
-    _made.cache_clear()
+    _cached_remote.cache_clear()
     monkeypatch.setitem(fsspec.config.conf, "s3", json.loads(server.environment["FSSPEC_S3"]))
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)

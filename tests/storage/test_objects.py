@@ -17,7 +17,7 @@ from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.sharded import divided, file_name, read_rows, read_state, write_parts
 from tandem.checkpoint.shards import shard
 from tandem.checkpoint.state import serialize
-from tandem.checkpoint.storage import _made, remote_at
+from tandem.checkpoint.storage import _cached_remote, remote_at
 from tandem.checkpoint.storage.notes import notes_at
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.address import address
@@ -54,7 +54,7 @@ def test_an_address_survives_being_taken_for_a_path() -> None:
 def test_a_missing_library_is_one_line(
     monkeypatch: pytest.MonkeyPatch, scheme: str, module: str, install: str
 ) -> None:
-    _made.cache_clear()
+    _cached_remote.cache_clear()
     monkeypatch.setitem(sys.modules, module, None)
     known = importlib.import_module("fsspec.registry")._registry
     monkeypatch.delitem(known, scheme, raising=False)

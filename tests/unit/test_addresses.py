@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 import pytest
 
 from tandem.checkpoint.decision import checkpoints_of
-from tandem.checkpoint.storage import _made, storage_at
+from tandem.checkpoint.storage import _cached_remote, storage_at
 from tandem.checkpoint.storage.folder import Folder
 from tandem.checkpoint.storage.objects import Objects
 from tandem.checkpoint.storage.protocol import Entries, Payload, StorageReader
@@ -77,9 +77,9 @@ def drawer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     ROOT.append(tmp_path)
-    _made.cache_clear()
+    _cached_remote.cache_clear()
     yield "drawer://desk:21/runs/digits"
-    _made.cache_clear()
+    _cached_remote.cache_clear()
 
 
 def test_a_row_of_the_table_is_all_that_a_new_storage_needs(drawer: str, tmp_path: Path) -> None:

@@ -467,7 +467,7 @@ def test_a_rank_that_hangs_has_to_be_named_before_the_next_generation_counts() -
         there, engine.Node(1, "n-node-2", "id", "running", 0, 1, 1, "", ""), 40, there.told[0], 1
     )
     fault = faults.FAULTS["hang"]
-    assert fault.inject(context) == "stopped rank-3 on node 1 in its tracks" and fault.reopens
+    assert fault.inject(context) == "stopped rank-3 on node 1 in its tracks" and fault.needs_new_generation
     assert fault.check(context) is None, "a hang before the fault is none of it"
     resumed = {"kind": "resumed", "step": 41}
     there.told.append(resumed)

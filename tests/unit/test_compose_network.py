@@ -89,6 +89,7 @@ def test_the_users_rate_is_back_after_a_fault(
     shape_node(cluster, cluster.nodes()[0], LinkShape("100mbit"))
     steps = iter(range(10, 100))
     monkeypatch.setattr(chaos, "live_step", lambda cluster: next(steps))
-    monkeypatch.setitem(chaos.FAULTS, "tried", Fault(inject, lambda context: "went on", reopens=False))
+    tried = Fault(inject, lambda context: "went on", needs_new_generation=False)
+    monkeypatch.setitem(chaos.FAULTS, "tried", tried)
     chaos.inject_fault(cluster, "tried", 1)
     assert cluster.rate() == "100Mbit"

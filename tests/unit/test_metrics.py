@@ -46,7 +46,7 @@ def test_samples_set_increment_and_observe() -> None:
         metrics.STEPS.inc(3),
         metrics.STEPS.inc(4),
         metrics.STEP_DURATION_SECONDS.observe(0.002, 0.01),
-        metrics.RUN_INFO.says(run="a", task='b"\n'),
+        metrics.RUN_INFO.set(run="a", task='b"\n'),
         metrics.RUN_STATE.enter("training"),
     ])  # fmt: skip
     received = decode(encode(message))
@@ -110,7 +110,7 @@ def test_names_on_the_page_are_the_declared_ones() -> None:
             case Counter():
                 registry.apply([family.inc(1, **labels)])
             case Info():
-                registry.apply([family.says(**labels)])
+                registry.apply([family.set(**labels)])
     names = set(re.findall(r"^(tandem_\w+)", registry.page().decode(), re.MULTILINE))
     assert names == wire_names()
 
@@ -129,7 +129,7 @@ def of_node_one(used: int, errors: int) -> list[Sample]:
         metrics.DATA_ERRORS.inc(errors, reason="OSError"),
         metrics.STEPS.inc(5),  # not its own to tell
     ])  # fmt: skip
-    return unpack_samples(pack_samples(there.own()).encode())
+    return unpack_samples(pack_samples(there.node_samples()).encode())
 
 
 def test_what_another_node_alone_knows_is_shown_with_its_number() -> None:

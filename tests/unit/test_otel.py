@@ -302,7 +302,7 @@ def test_a_snapshot_of_the_registry() -> None:
     registry.apply([
         metrics.STEPS.inc(3), metrics.LOSS.set(0.5, split="train"), metrics.RUN_STATE.enter("training"),
         metrics.STEP_DURATION_SECONDS.observe(0.0015, 0.0015, 500.0),
-        metrics.BUILD_INFO.says(version="1", revision="", python="", torch="", cuda="", nccl=""),
+        metrics.BUILD_INFO.set(version="1", revision="", python="", torch="", cuda="", nccl=""),
     ])  # fmt: skip
     found = {each["name"]: each for each in registry.snapshot()}
     assert found["tandem_steps"]["points"] == [[{}, 3.0]] and found["tandem_steps"]["kind"] == "counter"

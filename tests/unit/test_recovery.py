@@ -58,7 +58,7 @@ def test_a_node_that_is_new_names_nobody(caplog: pytest.LogCaptureFixture) -> No
         second.failed(TWO[1], "generation/0", {0: None})
         first.failed(TWO[0], "generation/0", {0: None})
         first.interrupted(2)
-        first.trains(3)
+        first.report_first_step(3)
     joined, again = caplog.messages
     assert joined == "a node wants to join; restarting all ranks (generation 2)"
     assert re.fullmatch(r"a node joined; training again after [\d.]+ \w+", again), again
@@ -83,7 +83,7 @@ def test_without_a_killed_rank_the_line_has_another_cause(
     if there is not None:
         second.failed(TWO[1], "generation/0", there)
     first.failed(TWO[0], "generation/0", here, why=why)
-    first.trains(2)
+    first.report_first_step(2)
     (line,), (event,) = caplog.messages, view.events
     assert line.startswith(f"{cause}; training again after ") and event["cause"] == cause
 
@@ -106,7 +106,7 @@ def test_ranks_that_were_aborted_after_another_ran_out_of_memory_are_not_the_cau
     assert recovery.request == ""
     recovery.failed(ranks, prefix, {0: 134, 1: 200}, aborted={0})
     why = recovery.request
-    recovery.trains(1)
+    recovery.report_first_step(1)
     (event,) = view.events
     assert event["kind"] == "recovered" and event["cause"] == why
     assert why.startswith("rank 1 on node 0 ran out of memory") and why in caplog.messages[0]
@@ -121,7 +121,7 @@ def test_steps_lost_are_said_of_a_task_whose_steps_are_known(
     """A script was said to have lost none, whatever it does again."""
     (first, _), view = two_nodes(plan)
     first.failed(TWO[0], "generation/0", {0: 137})
-    first.trains(2)
+    first.report_first_step(2)
     (line,), (event,) = caplog.messages, view.events
     assert line.startswith("rank 0 on node 0 was killed (SIGKILL); training again after ")
     assert line.endswith(f", {lost} steps lost") == (lost is not None) == ("lost" in line)
@@ -152,5 +152,5 @@ def test_a_failed_gpu_is_not_called_a_kill(caplog: pytest.LogCaptureFixture) -> 
     (first, second), _ = two_nodes()
     first.failed(TWO[0], "generation/0", {0: 134}, {0})
     second.failed(TWO[1], "generation/0", {0: 134})
-    first.trains(2)
+    first.report_first_step(2)
     assert "the GPU of rank 1 on node 1 failed" in caplog.text and "rank 0" not in caplog.text

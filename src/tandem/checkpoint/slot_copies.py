@@ -47,7 +47,7 @@ class HeldSlot(NamedTuple):
 
 
 def head_of(region: NodeMemory, slot: int) -> SlotHead:
-    """Return what a region says of a slot; the step is 0 if the slot is not whole."""
+    """Return the head of a slot in a region; its step is 0 if the slot is incomplete."""
     memory = region.map(HEADER_BYTES)
     return SlotHead(*SLOT.unpack_from(memory, slot * SLOT.size), *GEOMETRY.unpack_from(memory, GEOMETRY_AT))
 

@@ -113,7 +113,7 @@ def inject_fault(cluster: Cluster, name: str, index: int) -> ChaosRow:
     until(cluster, exists, f"documented outcome of {name}", OUTCOME_SECONDS)
     seconds = time.monotonic() - began
     resumed = context.resumed()
-    if fault.reopens and resumed is None:
+    if fault.needs_new_generation and resumed is None:
         raise OutcomeError(f"no world was opened after {name}, and one had to be")
     return ChaosRow(name, done, happened, seconds, 0 if resumed is None else max(0, context.step - resumed))
 

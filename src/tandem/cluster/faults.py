@@ -118,12 +118,12 @@ class FaultContext:
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault. `inject` returns what was done; `reopens`: a new generation must start."""
+    """One fault. `inject` returns what was done; `needs_new_generation`: a new generation must start."""
 
     inject: Callable[[FaultContext], str]
     check: Callable[[FaultContext], str | None]
     on_first: bool = False  # always hits node 0, whatever NODE is
-    reopens: bool = True
+    needs_new_generation: bool = True
 
 
 def _kill_rank(context: FaultContext) -> str:
@@ -242,14 +242,14 @@ def _stop(context: FaultContext) -> str:
     return f"stopped all nodes ({', '.join(map(str, codes))}) and started them"
 
 
-def _next_world(context: FaultContext) -> str | None:
+def _next_generation(context: FaultContext) -> str | None:
     step = context.resumed()
     return None if step is None else f"the next generation resumed from step {step}"
 
 
 def _was_reported(context: FaultContext) -> str | None:
     named = context.since("hang")
-    outcome = _next_world(context)
+    outcome = _next_generation(context)
     for event in named:
         # More waiting does not turn a wrong report into a right one.
         if (event["rank"], event["node"]) != (context.note, context.node.index):
@@ -264,14 +264,14 @@ def _was_reported(context: FaultContext) -> str | None:
 
 def _node_came_back(context: FaultContext) -> str | None:
     node = context.cluster.node(context.node.index)
-    outcome = _next_world(context)
+    outcome = _next_generation(context)
     if outcome is None or node.starts <= context.starts_before:
         return None
     return f"Docker restarted it, {outcome}"
 
 
 def _same_world(context: FaultContext) -> str | None:
-    return "the same ranks continued" if context.continued() else _next_world(context)
+    return "the same ranks continued" if context.continued() else _next_generation(context)
 
 
 def _saves_again(context: FaultContext) -> str | None:
@@ -286,22 +286,22 @@ def _saves_again(context: FaultContext) -> str | None:
 
 def _fell_back(context: FaultContext) -> str | None:
     step = context.resumed()
-    outcome = _next_world(context)
+    outcome = _next_generation(context)
     if step is None or step >= context.note:
         return None
     return f"checkpoint {context.note} was set aside, {outcome}"
 
 
 FAULTS: Mapping[str, Fault] = {
-    "kill-rank": Fault(_kill_rank, _next_world),
-    "kill-rank0": Fault(_kill_rank, _next_world, on_first=True),
+    "kill-rank": Fault(_kill_rank, _next_generation),
+    "kill-rank0": Fault(_kill_rank, _next_generation, on_first=True),
     "hang": Fault(_hang, _was_reported),
     "kill-node": Fault(_kill_node, _node_came_back),
-    "pause": Fault(_pause, _same_world, reopens=False),
-    "partition": Fault(_partition, _same_world, reopens=False),
-    "slow-node": Fault(_slow, _same_world, reopens=False),
-    "disk-full": Fault(_disk_full, _saves_again, on_first=True, reopens=False),
+    "pause": Fault(_pause, _same_world, needs_new_generation=False),
+    "partition": Fault(_partition, _same_world, needs_new_generation=False),
+    "slow-node": Fault(_slow, _same_world, needs_new_generation=False),
+    "disk-full": Fault(_disk_full, _saves_again, on_first=True, needs_new_generation=False),
     "corrupt-checkpoint": Fault(_corrupt, _fell_back, on_first=True),
-    "oom": Fault(_oom, _next_world),
-    "stop": Fault(_stop, _next_world),
+    "oom": Fault(_oom, _next_generation),
+    "stop": Fault(_stop, _next_generation),
 }

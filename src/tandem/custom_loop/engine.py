@@ -126,7 +126,7 @@ class Engine:
         return self._batches
 
     def close(self, code: int) -> int:
-        """Return the exit code of a script that is over with `code`.
+        """Return the exit code of a script that ended with `code`.
 
         Raises LoopLeftError if its loop has not ended.
         """

@@ -285,7 +285,7 @@ class _Work:
         """While the cache is full, one thread at a time looks for room, because it lists the folder."""
 
     def take(self, order: Order, blocks: list[StoredBlock]) -> None:
-        """Do what a line says."""
+        """Carry out one order from the pipe."""
         with self._changed:
             if order == "need":
                 self._needed.extend(blocks)

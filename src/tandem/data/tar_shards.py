@@ -112,7 +112,7 @@ class TarBlocks(Dataset[Any]):
             self._started().read_next(tuple(self._next), self.blocks)
 
     def hold(self, blocks: int, processes: int) -> None:
-        """Prepare for reads from so many blocks at a time. Raises ConfigError if the cache is too small."""
+        """Prepare for reads from `blocks` blocks at a time. Raises ConfigError if the cache is too small."""
         self._open_blocks = blocks
         lengths = sorted((block.length for block in self.blocks if is_remote(block.address)), reverse=True)
         if (needed := sum(lengths[:blocks])) > self.cache_bytes:

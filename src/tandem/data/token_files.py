@@ -137,7 +137,7 @@ PACKED_TOKENS = 2**22
 FEWEST_PACKED = 16
 """With long samples, fewer of them are packed at a time, within so many tokens, which are read at once."""
 PACKINGS = 8
-"""Of so many blocks are packings kept, if `hold` does not say. A document needs about 10 bytes."""
+"""Number of blocks whose packings are kept, unless `hold` sets another. A document needs about 10 bytes."""
 IGNORED = -100
 """The target after the end of a document. torch's cross_entropy ignores it."""
 

@@ -252,7 +252,7 @@ class ProcessGroup:
         return result
 
     def broadcast_buffers(self, model: nn.Module) -> None:
-        """Give every rank rank 0's buffers (running statistics), including those made by a forward pass."""
+        """Broadcast rank 0's buffers (running statistics) to all ranks, also those made by a forward pass."""
         buffers = dict(model.named_buffers())
         # Only other layers create or reshape buffers in a forward pass, so only they need the exchange of
         # forms.

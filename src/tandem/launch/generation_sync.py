@@ -65,7 +65,7 @@ class GenerationStore:
 
 
 def agree_on_generation(store: Any, proposal: tuple[int, str] | None) -> tuple[str, int, str]:
-    """Return (key prefix, number, what there is of the run) of the generation, as its first node wrote them.
+    """Return (key prefix, number, what the run can resume from) of the generation, as its first node wrote.
 
     The first node passes its number and state as `proposal`, the others None. The prefix is unique, so no
     node reads keys of an earlier generation. Raises StoreLostError.

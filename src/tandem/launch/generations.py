@@ -185,7 +185,7 @@ class NodeAgent(SimpleElasticAgent):
             self._recovery.failed(self._positions, self._prefix, *ended, why=self._known_cause())
             if code is None:
                 self._workers.kill()
-                # None: nodes wait to be let in, or the job ended elsewhere. The latter needs no line here,
+                # None: nodes wait to join, or the job ended elsewhere. The latter needs no line here,
                 # because the next rendezvous reads and reports the job's result.
                 if self._ended_elsewhere_since is None:
                     self._recovery.interrupted(self._grant.restart + 2)
@@ -328,7 +328,7 @@ class NodeAgent(SimpleElasticAgent):
             if self._stopping and (code := self._stopping.code(self._watchdog.has_trained)) is not None:
                 return code
             if self._watchdog.has_trained:
-                self._recovery.trains(self._positions[0].nodes)
+                self._recovery.report_first_step(self._positions[0].nodes)
                 # Only now: standby processes would compete with a starting generation for the cores.
                 if now > next_fork:
                     next_fork = now + STANDBY_SECONDS

@@ -126,7 +126,7 @@ class Recovery:
         level, why = (logging.WARNING, known) if known else (logging.INFO, "a node wants to join")
         log.log(level, "%s; restarting all ranks (generation %d)", why, number)
 
-    def trains(self, nodes: int) -> None:
+    def report_first_step(self, nodes: int) -> None:
         """Report on node 0, at the first step of the next generation, why ranks were restarted and its cost.
 
         `nodes`: how many take part in that generation. Which steps a script repeats is unknown, so its lost

@@ -155,7 +155,7 @@ def _wait(nodes: Sequence["SimulatedNode"]) -> None:
 
 
 def _left_of(nodes: Sequence["SimulatedNode"]) -> list[Process]:
-    """Return what killed nodes have left behind; it ends by itself in a moment (descendants.py).
+    """Return the processes that killed nodes left behind; they soon end by themselves (descendants.py).
 
     Writers of JSON logs do not count: they are orphans of all nodes, and a live node keeps its own.
     """

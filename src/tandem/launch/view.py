@@ -129,7 +129,7 @@ class NodeView:
 
     def _info(self) -> Sample:
         """Return the run's name, for alerts about runs that end early; rank 0 sets the other labels."""
-        return metrics.RUN_INFO.says(
+        return metrics.RUN_INFO.set(
             run=self._run.folder.name,
             task=self._settings.run.task,
             platform=self._placement.platform,

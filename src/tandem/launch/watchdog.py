@@ -464,7 +464,7 @@ class Watchdog:
 
     def _tell_samples(self, store: TCPStore) -> None:
         """Publish this node's metrics, also between generations, so that the last values are not lost."""
-        store.set(f"metrics/{self._node}", pack_samples(self._registry.own()))
+        store.set(f"metrics/{self._node}", pack_samples(self._registry.node_samples()))
 
     def _read_samples(self, store: TCPStore, others: Sequence[int]) -> None:
         """Apply the metrics of other nodes, and remove the gauges of a node that is silent."""

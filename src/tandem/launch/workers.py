@@ -203,7 +203,7 @@ class Workers:
 
     Each rank is a new process. While a generation trains, `start_standby` forks the processes of the next
     one; they call `warm_up(job, expected start)` before they wait. Both functions are sent to the fork server
-    by name, so they must be functions of a module. `bound_to` maps a
+    by name, so they must be functions of a module. `standby_key` maps a
     position to a standby key: a standby process only becomes a rank whose position has the same key, because
     it has already read its rank or opened its GPU.
     """
@@ -214,10 +214,10 @@ class Workers:
         job: Any,
         memories: Sequence[NodeMemory],
         warm_up: WarmUp | None = None,
-        bound_to: Callable[[Position | None], object] = any_rank,
+        standby_key: Callable[[Position | None], object] = any_rank,
     ) -> None:
         self._arguments = function, warm_up, job, tuple(memories)
-        self._bound_to = bound_to
+        self._standby_key = standby_key
         self._starts: Mapping[int, RankStart] = {}
         self._context = multiprocessing.get_context("forkserver")
         self._ranks: dict[int, _Worker] = {}
@@ -256,7 +256,7 @@ class Workers:
             self._standby.append(self._fork(free[0] if free else None))
 
     def _key(self, expected: RankStart | None) -> object:
-        return self._bound_to(_position_in(expected))
+        return self._standby_key(_position_in(expected))
 
     def _take_standby(self, start: RankStart) -> "_Worker | None":
         for worker in list(self._standby):
@@ -367,7 +367,7 @@ class Workers:
                 rank.lifeline.close()
         has_lost_gpu = any(_exited(rank, GPU_FAILED) for rank in self._ranks.values())
         self._ranks = {}
-        if has_lost_gpu and self._bound_to is gpu_index:
+        if has_lost_gpu and self._standby_key is gpu_index:
             self.end_standby()  # other standby processes may have the failed GPU open, too
         return codes
 

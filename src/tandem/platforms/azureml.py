@@ -30,7 +30,7 @@ def detect(environ: Mapping[str, str]) -> bool:
 
 
 def read(facts: PlatformEnv) -> Placement:
-    facts = facts.on("azureml", MARKS, COLUMNS)
+    facts = facts.for_platform("azureml", MARKS, COLUMNS)
     is_placed = any_set(facts.environ, ("NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR"))
     # A job without a distribution has one instance, and none of these variables.
     nodes = facts.number("nodes", None if is_placed else 1)

@@ -37,8 +37,8 @@ def unplaced(environ: Mapping[str, str]) -> dict[str, str]:
 
 def read(facts: PlatformEnv) -> Placement:
     if any_set(facts.environ, RANK_MARKS):
-        return _rank(facts.on("by-hand", RANK_MARKS, RANK_COLUMNS))
-    return _node(facts.on("by-hand", MARKS, COLUMNS))
+        return _rank(facts.for_platform("by-hand", RANK_MARKS, RANK_COLUMNS))
+    return _node(facts.for_platform("by-hand", MARKS, COLUMNS))
 
 
 def _node(facts: PlatformEnv) -> Placement:

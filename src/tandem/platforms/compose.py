@@ -16,7 +16,7 @@ def detect(environ: Mapping[str, str]) -> bool:
 
 def read(facts: PlatformEnv) -> Placement:
     """Read the position; replicas are named <project>-node-<index>, counted from 1."""
-    facts = facts.on("compose", MARKS, COLUMNS)
+    facts = facts.for_platform("compose", MARKS, COLUMNS)
     project = facts.environ.get("TANDEM_COMPOSE_PROJECT")
     index = facts.variable("TANDEM_COMPOSE_INDEX")
     if not project:

@@ -122,7 +122,7 @@ class PlatformEnv:
     columns: Columns = Columns(host=(), port=())
     spares: int = 0
 
-    def on(self, platform: str, marks: tuple[str, ...], columns: Columns) -> "PlatformEnv":
+    def for_platform(self, platform: str, marks: tuple[str, ...], columns: Columns) -> "PlatformEnv":
         """Return the same facts with this platform's names."""
         return replace(self, platform=platform, marks=marks, columns=columns)
 

@@ -18,7 +18,7 @@ def detect(environ: Mapping[str, str]) -> bool:
 
 
 def read(facts: PlatformEnv) -> Placement:
-    facts = facts.on("indexed-job", MARKS, COLUMNS)
+    facts = facts.for_platform("indexed-job", MARKS, COLUMNS)
     host = facts.text("host")
     nodes = facts.number("nodes")
     # Kubernetes tells a pod no other pod's address, so a default could only be wrong.

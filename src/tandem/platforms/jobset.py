@@ -19,7 +19,7 @@ def detect(environ: Mapping[str, str]) -> bool:
 
 
 def read(facts: PlatformEnv) -> Placement:
-    facts = facts.on("jobset", MARKS, COLUMNS)
+    facts = facts.for_platform("jobset", MARKS, COLUMNS)
     names = [facts.environ.get(name) for name in ("JOBSET_NAME", "REPLICATED_JOB_NAME")]
     host = facts.text("host")
     if host is None and not all(names):

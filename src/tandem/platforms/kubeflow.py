@@ -45,7 +45,9 @@ def read(facts: PlatformEnv) -> Placement:
     points to worker 0. The exit of the master's pod decides the job, so it is node 0 and hosts the store.
     """
     is_v1 = any_set(facts.environ, ONLY_V1)
-    facts = facts.on("kubeflow-v1" if is_v1 else "kubeflow-v2", ONLY_V1 if is_v1 else MARKS, COLUMNS)
+    facts = facts.for_platform(
+        "kubeflow-v1" if is_v1 else "kubeflow-v2", ONLY_V1 if is_v1 else MARKS, COLUMNS
+    )
     if not facts.sources("nodes"):
         raise facts.missing("nodes")
     low, high = _kubeflow_range(facts)

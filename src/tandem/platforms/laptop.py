@@ -21,7 +21,7 @@ def detect(environ: Mapping[str, str]) -> bool:
 def read(facts: PlatformEnv) -> Placement:
     if "node_rank" in facts.flags or "host" in facts.flags:
         return by_hand.read(facts)
-    return alone(facts.on("none", (), COLUMNS))
+    return alone(facts.for_platform("none", (), COLUMNS))
 
 
 def alone(facts: PlatformEnv) -> Placement:

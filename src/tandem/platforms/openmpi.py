@@ -19,7 +19,7 @@ def read(facts: PlatformEnv) -> Placement:
 
     `mpirun` sets no address and no node rank, so ranks must be laid out node by node, evenly.
     """
-    facts = facts.on("openmpi", MARKS, COLUMNS)
+    facts = facts.for_platform("openmpi", MARKS, COLUMNS)
     prefix = "OMPI_COMM_WORLD_"
     rank, world, local_rank, nproc = (
         facts.variable(prefix + name) for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")

@@ -40,7 +40,7 @@ def read(facts: PlatformEnv) -> Placement:
     # Without the toolkit, the container only tells that this is SageMaker; the flags give the rest.
     if facts.flags.keys() >= {"node_rank", "host"} and not any_set(facts.environ, MARKS[:3]):
         return by_hand.read(facts)
-    facts = facts.on("sagemaker", MARKS, COLUMNS)
+    facts = facts.for_platform("sagemaker", MARKS, COLUMNS)
     hosts, here = _hosts(facts)
     host = facts.text("host") or hosts[0]
     nodes = facts.number("nodes", len(hosts))

@@ -93,7 +93,7 @@ def read(facts: PlatformEnv) -> Placement:
     # The user places the nodes, and Slurm has not.
     if "node_rank" in facts.flags and not is_task:
         return by_hand.read(facts)
-    facts = facts.on("slurm", MARKS, COLUMNS)
+    facts = facts.for_platform("slurm", MARKS, COLUMNS)
     placement = _placed(facts) if is_task else _without_step(facts)
     names = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
     step = facts.environ["SLURM_STEP_ID"] if is_task else "batch"

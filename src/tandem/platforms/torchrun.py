@@ -18,7 +18,7 @@ def detect(environ: Mapping[str, str]) -> bool:
 
 
 def read(facts: PlatformEnv) -> Placement:
-    facts = facts.on("torchrun", MARKS, COLUMNS)
+    facts = facts.for_platform("torchrun", MARKS, COLUMNS)
     rank, local_rank, world = (facts.variable(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     nproc = facts.variable("LOCAL_WORLD_SIZE")
     # Only to reject a --nproc that contradicts LOCAL_WORLD_SIZE.

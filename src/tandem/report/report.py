@@ -88,7 +88,7 @@ def read_run(run_dir: Path, secrets: Sequence[str] = ()) -> dict[str, Any]:
     """Return what report.js reads of one run. Raises ConfigError if `run_dir` is not a run."""
     try:
         run = RunDir(run_dir)
-        with run.at_hand() as copied:
+        with run.local_copy() as copied:
             return _read_run(run, copied, secrets)
     except OSError as error:
         raise ConfigError(f"{run_dir} cannot be read: {error.strerror or error}") from error

@@ -188,7 +188,7 @@ class RunDir:
         self.mirror.push()
 
     @contextmanager
-    def at_hand(self) -> Iterator["RunDir"]:
+    def local_copy(self) -> Iterator["RunDir"]:
         """Yield the run with its files in a local directory, copied from its address. Raises OSError."""
         if self.is_here:
             yield self

@@ -104,7 +104,7 @@ class Info(Family):
 
     kind = "info"
 
-    def says(self, **labels: object) -> Sample:
+    def set(self, **labels: object) -> Sample:
         return Sample(self.name, labels, 1)
 
 

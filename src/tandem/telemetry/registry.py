@@ -88,7 +88,7 @@ class Registry:
             assert isinstance(child, prometheus.Counter)
             child.inc()
 
-    def own(self) -> list[Sample]:
+    def node_samples(self) -> list[Sample]:
         """Return all values of families kept per node, for `apply_node` on node 0."""
         with self._lock:
             return [

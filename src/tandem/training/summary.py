@@ -67,7 +67,7 @@ def identity(facts: RunInfo, save_steps: int | None) -> list[Sample]:
     on_gpu = facts.world.device.type == "cuda"
     version: Callable[[], tuple[int, ...]] = torch.cuda.nccl.version
     return [
-        metrics.BUILD_INFO.says(
+        metrics.BUILD_INFO.set(
             version=__version__,
             revision="",
             python=machine.python_version(),
@@ -75,7 +75,7 @@ def identity(facts: RunInfo, save_steps: int | None) -> list[Sample]:
             cuda=torch.version.cuda or "",
             nccl=".".join(map(str, version())) if on_gpu else "",
         ),
-        metrics.RUN_INFO.says(
+        metrics.RUN_INFO.set(
             run=facts.directory.folder.name,
             task=facts.run.task,
             platform=position.platform,

@@ -242,7 +242,7 @@ class Workload(Protocol):
         """
 
     def progress(self, has_trained: bool, resume: ResumeDecision) -> str:
-        """Return what there is of the run (one of PROGRESS); `has_trained`: a rank has reported its plan."""
+        """Return what the run resumes from (one of PROGRESS); `has_trained`: a rank has reported its plan."""
 
     def is_done(self) -> bool:
         """Return whether a job result of 0 is plausible, as node 0 sees the run."""

@@ -23,14 +23,14 @@ def storage_at(where: PurePath) -> Storage:
 
 def remote_at(where: RemotePath) -> Remote:
     """Return the storage of an address, as `storage_at` does."""
-    return _made(where.scheme, where.host)
+    return _cached_remote(where.scheme, where.host)
 
 
 @cache
-def _made(scheme: str, host: str) -> Remote:
+def _cached_remote(scheme: str, host: str) -> Remote:
     module, _, name = SCHEMES[scheme].partition(":")
     remote: Remote = getattr(import_module(module), name)(scheme, host)
     return remote
 
 
-os.register_at_fork(after_in_child=_made.cache_clear)  # a client's threads do not survive a fork
+os.register_at_fork(after_in_child=_cached_remote.cache_clear)  # a client's threads do not survive a fork
