@@ -95,7 +95,10 @@ class Audited:
         shutil.copytree(self.source, self.work, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
 
     def start(self, output: Path, steps: Path) -> "subprocess.Popen[Any]":
-        """Start the program once; its output goes to a file, and its steps to a directory."""
+        """Start the program once; its output goes to a file, and its steps to a directory.
+
+        Raises ConfigError if the kernel cannot execute it.
+        """
         hooks = self.folder / "hooks"
         if not hooks.exists():
             hooks.mkdir()
@@ -104,17 +107,24 @@ class Audited:
         environ = {name: value.replace(WORK, str(self.work)) for name, value in self.environ.items()}
         paths = [str(hooks), *filter(None, [environ.get("PYTHONPATH")])]
         environ |= {"PYTHONPATH": os.pathsep.join(paths), audit_observer.FOLDER: str(steps)}
-        with output.open("wb") as file:
-            return self.popen(
-                [word.replace(WORK, str(self.work)) for word in self.command],
-                cwd=self.source if self.has_placeholder else self.work,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=stop_with_parent,
-            )
+        words = [word.replace(WORK, str(self.work)) for word in self.command]
+        try:
+            with output.open("wb") as file:
+                return self.popen(
+                    words,
+                    cwd=self.source if self.has_placeholder else self.work,
+                    env=environ,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=stop_with_parent,
+                )
+        except OSError as error:
+            raise ConfigError(
+                f"cannot execute {words[0]}: {error.strerror}; expected a program, or a script whose first line "
+                "names one that is installed"
+            ) from error
 
 
 def _size(folder: Path) -> int:
