@@ -122,8 +122,8 @@ class Audited:
                 )
         except OSError as error:
             raise ConfigError(
-                f"cannot execute {words[0]}: {error.strerror}; expected a program, or a script whose first line "
-                "names one that is installed"
+                f"cannot execute {words[0]}: {error.strerror}; expected a program, or a script whose "
+                "first line names one that is installed"
             ) from error
 
 
