@@ -187,6 +187,7 @@ def test_what_is_between_two_steps_makes_no_step_longer() -> None:
     assert clock.longest_step < 0.2
 
 
+@pytest.mark.slow
 def test_a_compilation_in_mid_run_is_a_phase_of_its_own() -> None:
     """A second shape compiles again, for tens of seconds on a GPU: a step's phase had 10 s for it."""
     clock, seen = Clock(), list[str]()

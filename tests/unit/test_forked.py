@@ -17,6 +17,7 @@ LAUNCH = [sys.executable, "-m", "tandem", "launch"]
 OPTIONS = {"text": True, "stdout": subprocess.PIPE}
 
 
+@pytest.mark.slow
 def test_its_words_environment_folder_and_end(tmp_path: Path, processes: Any) -> None:
     environ = {**os.environ, "OF_THIS_TEST": "with = and\nmore"}
     words = ["--steps", "100000", "--run-dir", "run", "--metrics", "0", "--device", "cpu"]

@@ -49,6 +49,7 @@ def make(target: str, stubs: dict[str, str], *words: str) -> subprocess.Complete
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_nothing_of_what_is_given_is_run(target: str, stubs: dict[str, str], tmp_path: Path) -> None:
     trace = tmp_path / "trace"

@@ -174,7 +174,9 @@ def test_a_request_that_fails_is_not_repeated_at_once(here: Here) -> None:
         assert len(here.collector.requests) == asked
 
 
-@pytest.mark.parametrize("wait", ["3600", formatdate(time.time() + 7200, usegmt=True)])
+@pytest.mark.parametrize(
+    "wait", ["3600", formatdate(time.time() + 7200, usegmt=True)], ids=["seconds", "date"]
+)
 def test_a_collector_that_asks_for_time_gets_it(here: Here, wait: str) -> None:
     here.collector.answers = lambda path: 429
     here.collector.headers["Retry-After"] = wait

@@ -77,6 +77,7 @@ def test_what_stands_by_for_a_place_that_is_gone_makes_room(tmp_path: Path) -> N
     assert (done.returncode, done.stdout.split()) == (0, ["0", "0", "1"]), done.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_end_when_it_is_killed_is_said(tmp_path: Path) -> None:
     """One whose GPU's driver hangs keeps its memory, and the next generation fails for want of it."""
     done = agent(tmp_path, "", "stuck")
@@ -96,6 +97,7 @@ def test_a_standby_whose_agent_has_just_ended_does_not_warm_up(tmp_path: Path) -
     assert (tmp_path / "asked").exists() and not (tmp_path / "warmed").exists()
 
 
+@pytest.mark.slow
 def test_a_ranks_own_fork_server_is_not_deaf_and_has_nothing_of_ours(tmp_path: Path) -> None:
     """What it forked ignored SIGTERM, so a pool's end never came, and each server imported torch anew."""
     done = agent(tmp_path, "", "own")
