@@ -120,7 +120,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.count("stall")
                 self.wfile.write(part[: len(part) // 2])
                 time.sleep(60)
-        # Before it is sent: whoever has received it finds it counted.
+        # Counted before it is sent, so that a client that has the answer finds it counted.
         self.count(kind, len(part))
         self.wfile.write(part)
 

@@ -1,4 +1,4 @@
-"""The audit in a test of one's own, and its GitHub Action: the steps run as a runner runs them."""
+"""The audit in a user's test, and its GitHub Action, whose steps run as on a runner."""
 
 import os
 import re

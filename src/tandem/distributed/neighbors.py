@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tandem.checkpoint.node_memory import NodeMemory
 from tandem.checkpoint.slot_copies import HEAD, IncomingSlot, SlotHead, bytes_of, head_of, held_slots
@@ -181,32 +182,31 @@ def _copied(source: NodeMemory, slot: int, target: NodeMemory, kept: int | None)
 def _send(world: ProcessGroup, region: NodeMemory, slot: int, destination: int) -> None:
     head = head_of(region, slot)
     contents = bytes_of(region.map(region.size()), slot, head)
-    for piece in (memoryview(bytearray(HEAD.pack(*head))), *_chunks(contents)):
-        dist.send(torch.frombuffer(piece, dtype=torch.uint8).to(world.device), dst=destination)
+    for piece in (_bytes_in(bytearray(HEAD.pack(*head))), *torch.split(_bytes_in(contents), BROADCAST_CHUNK_BYTES)):
+        dist.send(piece.to(world.device), dst=destination)
 
 
 def _receive(world: ProcessGroup, region: NodeMemory, source: int, kept: int | None) -> int:
     raw = bytearray(HEAD.size)
-    _receive_into(world, memoryview(raw), source)
+    _receive_into(world, _bytes_in(raw), source)
     slot = _free_slot(kept)
     incoming = IncomingSlot(region, slot, SlotHead(*HEAD.unpack(raw)))
-    for piece in _chunks(incoming.contents):
+    for piece in torch.split(_bytes_in(incoming.contents), BROADCAST_CHUNK_BYTES):
         _receive_into(world, piece, source)
     incoming.finish()
     return slot
 
 
-def _receive_into(world: ProcessGroup, piece: memoryview, source: int) -> None:
-    target = torch.frombuffer(piece, dtype=torch.uint8)
+def _receive_into(world: ProcessGroup, target: Tensor, source: int) -> None:
     there = target.to(world.device)  # on CPUs the same tensor
     dist.recv(there, src=source)
     if there is not target:
         target.copy_(there)
 
 
-def _chunks(contents: memoryview) -> Iterator[memoryview]:
-    for begin in range(0, len(contents), BROADCAST_CHUNK_BYTES):
-        yield contents[begin : begin + BROADCAST_CHUNK_BYTES]
+def _bytes_in(memory: bytearray | memoryview) -> Tensor:
+    """Return the same memory as a uint8 tensor [N]."""
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class NeighborCopies:

@@ -136,8 +136,11 @@ def to_json(value: object, indent: int | None = None) -> str:
     return json.dumps(plain(value), indent=indent, allow_nan=False)
 
 
-def write_bytes_atomic(path: Path, content: bytes) -> None:
-    """Replace `path` durably: readers see the old or the new content, never a part. Raises OSError."""
+def write_bytes_atomic(path: Path, content: bytes, is_durable: bool = True) -> None:
+    """Replace `path` in one piece: readers see the old or the new content, never a part. Raises OSError.
+
+    `is_durable`: the new content is on the disk when this returns, so a power loss cannot undo it.
+    """
     # Several threads and processes may write the same file at once.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
@@ -145,14 +148,16 @@ def write_bytes_atomic(path: Path, content: bytes) -> None:
         with temporary.open("xb") as file:  # does not follow a link
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            if is_durable:
+                os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
         # A failed write, for example on a full disk, must not leave a part there.
         temporary.unlink(missing_ok=True)
         raise
     # After a power loss, the rename is there only if the directory has been synced, too (fsync(2)).
-    _sync_directory(path.parent)
+    if is_durable:
+        _sync_directory(path.parent)
 
 
 def _sync_directory(path: Path) -> None:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tandem.telemetry.journal import write_bytes_atomic
 from tandem.telemetry.meter import ACTIVITIES, ActivityClock
 from tandem.telemetry.metrics import (
     STEP_DURATION_SECONDS,
@@ -334,7 +335,5 @@ def _end_of_whole_lines(path: Path) -> int:
         lines = lines[-MOST_LINES // 2 :]
     whole = b"".join(lines)
     if whole != content:
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_bytes(whole)
-        temporary.replace(path)
+        write_bytes_atomic(path, whole)
     return len(whole)

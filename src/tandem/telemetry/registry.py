@@ -119,7 +119,7 @@ class Registry:
             return float(collected.samples[0].value)
 
     def apply_node(self, node: int, samples: Iterable[Sample]) -> None:
-        """Apply the result of `own` from another node; its counters have that node's totals."""
+        """Apply the result of `node_samples` of another node; its counters have that node's totals."""
         with self._lock:
             for sample in samples:
                 self._try(self._take_of_node, node, sample)

@@ -20,7 +20,7 @@ from tandem import layout
 from tandem.bounded_reader import content, parsed
 from tandem.rotation import LOG_BYTES, appending, rotate
 from tandem.telemetry.agent_state import process_age_seconds
-from tandem.telemetry.journal import to_json
+from tandem.telemetry.journal import to_json, write_bytes_atomic
 from tandem.telemetry.ledger import FINISHED, OTHER, STOPPED, cause_in, cause_of
 from tandem.telemetry.messages import Heartbeat, Message, Point, RunStarted, StepsDone
 from tandem.timeouts import OTEL_FILE_SECONDS, OTEL_LAST_SECONDS
@@ -287,10 +287,8 @@ class OtelFiles:
         families = self._snapshot()
         record = {"launch": self._launch, "first": self._first, "time": self._now(), "families": families}
         path = self._logs / layout.otel_metrics(self._launch)
-        temporary = path.with_name(f".{path.name}.tmp")
-        # Not synced to the disk: after a power loss, an older state is good enough.
-        temporary.write_text(json.dumps(record, separators=(",", ":")))
-        temporary.replace(path)
+        # After a power loss, an older state is good enough.
+        write_bytes_atomic(path, json.dumps(record, separators=(",", ":")).encode(), is_durable=False)
 
     def _append(self, line: dict[str, object]) -> None:
         is_first = line["is"] == "launch"

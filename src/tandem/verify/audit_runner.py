@@ -29,7 +29,6 @@ WORK = "{work}"
 """In a word of the command, or in a variable: the directory of one run's outputs."""
 MOST_COPIED = 2**30
 NOT_COPIED = (".git", ".hg", ".venv", "venv", "node_modules", "__pycache__", ".mypy_cache", ".ruff_cache")
-LAUNCHERS = ("none", "torchrun", "accelerate")
 SLOWER = 10
 """A restart that takes this many times as long as an uninterrupted run does not end by itself."""
 Popen = Callable[..., "subprocess.Popen[Any]"]
