@@ -182,7 +182,8 @@ def _copied(source: NodeMemory, slot: int, target: NodeMemory, kept: int | None)
 def _send(world: ProcessGroup, region: NodeMemory, slot: int, destination: int) -> None:
     head = head_of(region, slot)
     contents = bytes_of(region.map(region.size()), slot, head)
-    for piece in (_bytes_in(bytearray(HEAD.pack(*head))), *torch.split(_bytes_in(contents), BROADCAST_CHUNK_BYTES)):
+    pieces = torch.split(_bytes_in(contents), BROADCAST_CHUNK_BYTES)
+    for piece in (_bytes_in(bytearray(HEAD.pack(*head))), *pieces):
         dist.send(piece.to(world.device), dst=destination)
 
 
