@@ -370,9 +370,12 @@ def test_mistakes_are_reported_before_anything_starts(words: list[str], said: st
         cli.run("verify-resume", words, {})
 
 
-def test_a_script_that_the_kernel_cannot_execute_is_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("verb, settings", [("verify-resume", ["--kills", "1"]), ("launch", [])])
+def test_a_script_that_the_kernel_cannot_execute_is_one_line(
+    tmp_path: Path, verb: str, settings: list[str]
+) -> None:
     script = tmp_path / "train.sh"
     script.write_text("#!/no/such/program\n")
     script.chmod(0o755)
     with pytest.raises(ConfigError, match="cannot execute .*train.sh: No such file"):
-        cli.run("verify-resume", ["--kills", "1", "--", str(script)], {})
+        cli.run(verb, [*settings, "--", str(script)], {})

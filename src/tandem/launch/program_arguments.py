@@ -25,6 +25,8 @@ _SWITCHES = {
     if setting.is_switch
 }
 """Flags that need no value, with the words that are a value if they follow."""
+LONGEST_FIRST_LINE = 256
+"""The kernel reads no more of a script's first line (execve(2))."""
 _ALONE = ("-h", "--help", "-v", "--verbose", "-q", "--quiet", "--json")
 
 
@@ -123,6 +125,23 @@ def check(program: Program, flags: Mapping[str, Given], verb: str = LAUNCH) -> N
             hint = f"for the file here use -- ./{file}" if is_ready else f"type: chmod +x {file}"
             problem = f"{'not on PATH' if is_ready else 'not executable'}; {hint}"
         raise ConfigError(f"-- {program.target}: {problem}. {see}")
+    elif missing := _missing_interpreter(Path(str(shutil.which(program.target)))):
+        raise ConfigError(
+            f"cannot execute {program.target}: No such file or directory: {missing}, which its first line "
+            f"names; expected a program that is installed. {see}"
+        )
+
+
+def _missing_interpreter(path: Path) -> str:
+    """Return the interpreter in the first line of an executable file if it does not exist; else ""."""
+    try:
+        with path.open("rb") as file:
+            words = file.readline(LONGEST_FIRST_LINE).removeprefix(b"#!").split()
+            file.seek(0)
+            named = os.fsdecode(words[0]) if words and file.read(2) == b"#!" else ""
+    except OSError:  # an executable need not be readable
+        return ""
+    return named if named and not Path(named).exists() else ""
 
 
 def _check_script(path: Path, verb: str, see: str) -> None:
