@@ -22,7 +22,7 @@ from table import Row, finish
 from tandem.signals import StopFlag
 from tandem.verify.outcome import Outcome
 from tandem.verify.resume import STEPS, Runner, Trial
-from tandem.verify.watched_run import EndedFirstError, Kill
+from tandem.verify.watched_run import NothingResumedError, Kill
 
 HERE = Path(__file__).parent
 COMMON = ("--task", f"{HERE / 'hard_task.py'}:Hard", "--batch-size", "24", "--lr", "0.05")
@@ -100,7 +100,7 @@ def killed_run(runner: Runner, calm: Outcome, kills: int, chance: random.Random)
         plan = [Kill(step, rank) for step, rank in zip(steps, ranks, strict=True)]
         try:
             return runner.trial(calm, plan, save_every=chance.randint(1, 5))
-        except EndedFirstError:
+        except NothingResumedError:
             say("a run was over before its last kill: again")
 
 

@@ -5,6 +5,10 @@ import signal
 import pytest
 from small_runs import TASK, Runs
 
+from tandem.signals import StopFlag
+from tandem.verify.resume import Runner
+from tandem.verify.watched_run import Kill, NothingResumedError
+
 pytestmark = pytest.mark.timeout(300)
 
 OWN_GENERATOR = TASK.replace(
@@ -50,6 +54,33 @@ def test_a_generator_of_ones_own_is_found(runs: Runs) -> None:
     assert verdict == "verdict: not exact; 1 of 1 killed run differs"
     assert reason.startswith("reason: uninterrupted runs agree.")
     assert "`loss` differs at step" in output and "weights differ at the end, first" in output
+
+
+def runner(runs: Runs, delay: float) -> Runner:
+    flags = runs.command("verify-resume", "unused", "--nproc", 2, delay=delay)[4:]
+    folder = runs.folder / "trials"
+    folder.mkdir()
+    return Runner(flags, {**runs.environment, "PYTHONPATH": str(runs.folder)}, folder, 40, StopFlag())
+
+
+def test_a_kill_of_every_process_comes_after_the_first_checkpoint(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(runs.folder)
+    trials = runner(runs, delay=0.02)
+    trial = trials.trial(trials.uninterrupted(), [Kill(1)], save_every=15)
+    assert trial.kills[0][0] >= 15 and trial.resumed_from[0] >= 15, trial
+    assert trial.difference is None
+
+
+def test_a_run_that_begins_again_at_step_0_proves_nothing(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(runs.folder)
+    trials = runner(runs, delay=0.05)
+    trials._arguments += ["--snapshot-every", "never"]
+    with pytest.raises(NothingResumedError):
+        trials.trial(trials.uninterrupted(), [Kill(1, 0)], save_every=40)
 
 
 @pytest.mark.soak

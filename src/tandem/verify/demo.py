@@ -11,7 +11,7 @@ from tandem.errors import FINISHED, ConfigError
 from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
 from tandem.text import format_duration, shown
-from tandem.verify.watched_run import EndedFirstError, Kill, WatchedRun
+from tandem.verify.watched_run import NothingResumedError, Kill, WatchedRun
 
 STEPS = 600
 KILLED_AT = 200
@@ -49,7 +49,7 @@ def demo(run_dir: Path, environ: Mapping[str, str], stop: StopFlag, say: Callabl
     flags = [str(word) for pair in {**FLAGS, "--run-dir": run_dir}.items() for word in pair]
     say(f"training {FLAGS['--task']} on two simulated nodes of this machine, one rank each (about 30 s)")
     with WatchedRun([sys.executable, "-m", "tandem", "launch", *flags], environ, run_dir) as run:
-        with suppress(EndedFirstError):  # it finished before the kill: the last lines show that
+        with suppress(NothingResumedError):  # it finished before the kill: the last lines show that
             step = run.kill(Kill(KILLED_AT, 1), stop)
             say(f"step {step}: killed rank 1 on node 1 with SIGKILL; live page: {_page(run_dir)}")
         run.finish(stop)

@@ -19,7 +19,7 @@ from tandem.launch.gpus import gpus_of
 from tandem.script.job import Program
 from tandem.signals import StopFlag
 from tandem.verify.outcome import Outcome, difference
-from tandem.verify.watched_run import EndedFirstError, Kill, WatchedRun
+from tandem.verify.watched_run import NothingResumedError, Kill, WatchedRun
 
 STEPS = 40
 TRIES = 3
@@ -180,11 +180,11 @@ class Runner:
             targets = [chance.choice([None, chance.randrange(baseline.world_size)]) for _ in range(kills)]
             try:
                 return self.trial(baseline, [Kill(step, target) for target in targets], save_every)
-            except EndedFirstError:
+            except NothingResumedError:
                 continue
         raise RunFailedError(
-            f"the run of {baseline.step} steps ended {TRIES} times before it could be killed; use a larger "
-            "batch or a larger model",
+            f"the run of {baseline.step} steps ended {TRIES} times before it could be killed and resumed from a "
+            "saved state; use a larger batch or a larger model",
             FAILED,
         )
 
@@ -192,7 +192,8 @@ class Runner:
         """Do one run with the given kills, resume after each, and compare it with `baseline`.
 
         If the run is already beyond a kill's step, the kill comes right after the first step of the next
-        generation. Raises EndedFirstError if the run ended before the last kill.
+        generation. Raises NothingResumedError if the run ended before the last kill, or if its result is
+        equal, but no state was loaded.
         """
         trial = Trial()
         run = self._new_run(save_every)
@@ -206,10 +207,12 @@ class Runner:
                 trial.difference = f"it could not resume: {error}"
         # Nothing was resumed, so an equal result would prove nothing.
         if run.had_finished(baseline.step):
-            raise EndedFirstError
+            raise NothingResumedError
         trial.resumed_from = run.resumed_from()
         if trial.difference is None:
             trial.difference = difference(baseline, run.outcome())
+        if trial.difference is None and not trial.resumed_from:
+            raise NothingResumedError
         return trial
 
     def diagnosis(self, baseline: Outcome) -> str:

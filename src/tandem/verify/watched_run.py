@@ -30,8 +30,8 @@ class Kill:
     rank: int | None = None
 
 
-class EndedFirstError(Exception):
-    """The run ended before it could be killed."""
+class NothingResumedError(Exception):
+    """The run ended before it could be killed, or began again at step 0."""
 
 
 class WatchedRun:
@@ -55,12 +55,18 @@ class WatchedRun:
     def kill(self, kill: Kill, stop: StopFlag) -> int:
         """Wait until the run reaches `kill.step`, then kill; return the last step that it had logged.
 
-        Raises EndedFirstError, and RunFailedError if it ends by itself with an error.
+        A kill of every process also waits for the first checkpoint, which a thread writes while the run trains.
+        Raises NothingResumedError, and RunFailedError if it ends by itself with an error.
         """
         process = self._started()
         # After a resume, the log already has the step from the generation before. The kill must hit a
         # generation that has trained.
-        while self._logged_step() < kill.step or len(self._events("training")) <= self._generations:
+        while (
+            self._logged_step() < kill.step
+            or len(self._events("training")) <= self._generations
+            # Memory dies with the processes. A run that begins again at step 0 would prove nothing.
+            or (kill.rank is None and not self._events("checkpoint"))
+        ):
             self._look(process, stop)
             time.sleep(STEP_POLL_SECONDS)
         self._generations += 1
@@ -128,7 +134,7 @@ class WatchedRun:
             raise StoppedError(f"stopped by {stop.name}; no result")
         if process.poll() is not None:
             self._fail_unless_finished(process)
-            raise EndedFirstError
+            raise NothingResumedError
 
     def _fail_unless_finished(self, process: subprocess.Popen[bytes]) -> None:
         if process.returncode != FINISHED:
@@ -176,5 +182,5 @@ def _kill_rank(launch: int, rank: int) -> None:
     victim = rank_processes(launch).get(rank)
     # The rank ended by itself after the last look.
     if victim is None:
-        raise EndedFirstError
+        raise NothingResumedError
     os.kill(victim, signal.SIGKILL)
