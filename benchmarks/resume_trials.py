@@ -22,7 +22,7 @@ from table import Row, finish
 from tandem.signals import StopFlag
 from tandem.verify.outcome import Outcome
 from tandem.verify.resume import STEPS, Runner, Trial
-from tandem.verify.watched_run import NothingResumedError, Kill
+from tandem.verify.watched_run import Kill, NothingResumedError
 
 HERE = Path(__file__).parent
 COMMON = ("--task", f"{HERE / 'hard_task.py'}:Hard", "--batch-size", "24", "--lr", "0.05")

@@ -11,7 +11,7 @@ from tandem.errors import FINISHED, ConfigError
 from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
 from tandem.text import format_duration, shown
-from tandem.verify.watched_run import NothingResumedError, Kill, WatchedRun
+from tandem.verify.watched_run import Kill, NothingResumedError, WatchedRun
 
 STEPS = 600
 KILLED_AT = 200

@@ -19,7 +19,7 @@ from tandem.launch.gpus import gpus_of
 from tandem.script.job import Program
 from tandem.signals import StopFlag
 from tandem.verify.outcome import Outcome, difference
-from tandem.verify.watched_run import NothingResumedError, Kill, WatchedRun
+from tandem.verify.watched_run import Kill, NothingResumedError, WatchedRun
 
 STEPS = 40
 TRIES = 3
@@ -183,8 +183,8 @@ class Runner:
             except NothingResumedError:
                 continue
         raise RunFailedError(
-            f"the run of {baseline.step} steps ended {TRIES} times before it could be killed and resumed from a "
-            "saved state; use a larger batch or a larger model",
+            f"the run of {baseline.step} steps ended {TRIES} times before it could be killed and resumed from "
+            "a saved state; use a larger batch or a larger model",
             FAILED,
         )
 

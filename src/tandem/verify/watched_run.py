@@ -55,7 +55,7 @@ class WatchedRun:
     def kill(self, kill: Kill, stop: StopFlag) -> int:
         """Wait until the run reaches `kill.step`, then kill; return the last step that it had logged.
 
-        A kill of every process also waits for the first checkpoint, which a thread writes while the run trains.
+        A kill of every process also waits for the first checkpoint, which a thread writes.
         Raises NothingResumedError, and RunFailedError if it ends by itself with an error.
         """
         process = self._started()
