@@ -57,8 +57,8 @@ def seconds(work: Callable[[], object]) -> float:
 
 def copy_seconds(tensors: list[Tensor], trials: int = 20) -> float:
     """Return the median time of a copy of `tensors` into warm memory."""
-    homes = [tensor.clone() for tensor in tensors]
-    return statistics.median(seconds(lambda: torch._foreach_copy_(homes, tensors)) for _ in range(trials))
+    targets = [tensor.clone() for tensor in tensors]
+    return statistics.median(seconds(lambda: torch._foreach_copy_(targets, tensors)) for _ in range(trials))
 
 
 def held(
@@ -71,7 +71,7 @@ def held(
     torch.set_num_threads(1)
     state = state_of(megabytes)
     tensors = flatten(state)[1]
-    homes = [tensor.clone() for tensor in tensors]
+    targets = [tensor.clone() for tensor in tensors]
     writer = CheckpointWriter(CheckpointStore(directory), Retention(2), 0)
     holds, saves, copies = [], [], []
     for step in range(1, trials + 2):
@@ -81,7 +81,7 @@ def held(
         writer.wait()
         saves.append(time.perf_counter() - began)
         beside(step, state)
-        copies.append(seconds(lambda: torch._foreach_copy_(homes, tensors)))
+        copies.append(seconds(lambda: torch._foreach_copy_(targets, tensors)))
     hold, whole, copy = (statistics.median(each[1:]) for each in (holds, saves, copies))  # 1st: allocates
     return hold, whole, copy
 

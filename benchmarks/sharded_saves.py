@@ -130,7 +130,7 @@ def measured(rank: Rank, folder: Path, trials: int) -> dict[str, Any]:
     tensors = [each for each in flatten(rank.strategy.local_state(rank.state()))[1] if each.dim() > 0]
     part = sum(each.nbytes for each in tensors)
     found: dict[str, Any] = {"part": part, "ours": [], "dcp": [], "copy": []}
-    homes = [each.clone() for each in tensors]
+    copies = [each.clone() for each in tensors]
     for name in ("ours", "dcp"):  # apart, so that no save uses memory that the other one has left
         ctypes.CDLL(None).malloc_trim(0)  # nor what the optimizer has left
         before = resident()[0]
@@ -140,7 +140,7 @@ def measured(rank: Rank, folder: Path, trials: int) -> dict[str, Any]:
             save = save_by_tandem if name == "ours" else save_by_torch
             found[name].append(save(rank, step, folder))
             extra = max(extra, resident()[1] - files - before)
-            found["copy"].append(rank.together(lambda: torch._foreach_copy_(homes, tensors)))
+            found["copy"].append(rank.together(lambda: torch._foreach_copy_(copies, tensors)))
         found[f"{name} memory"] = extra
     return found
 

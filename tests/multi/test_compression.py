@@ -168,12 +168,12 @@ def replicas(group: ProcessGroup, name: str, folder: Path) -> dict[str, Any]:
     found = {}
     for kind in ("none", "bf16", "fp16"):
         torch.manual_seed(0)
-        passenger = PiggybackedValues(torch.zeros(3))
-        replica = Replica(Said().model, group, passenger, ExchangeConfig(gradient_compression=kind))  # type: ignore[arg-type]
+        piggybacked = PiggybackedValues(torch.zeros(3))
+        replica = Replica(Said().model, group, piggybacked, ExchangeConfig(gradient_compression=kind))  # type: ignore[arg-type]
         for step in range(2):
             replica.zero_grad()
             x = torch.randn(4, 40, generator=torch.Generator().manual_seed(step + group.rank))
-            passenger.numbers = torch.tensor([1.0 + group.rank, 1e6 + 1, 0.1])
+            piggybacked.numbers = torch.tensor([1.0 + group.rank, 1e6 + 1, 0.1])
             replica.begin_backward()
             replica(x).square().sum().backward()
         means = replica.arrived()

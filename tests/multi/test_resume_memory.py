@@ -47,10 +47,10 @@ def work(rank: int, meeting: str, answers: Any) -> None:
     state = broadcast_state(world, whole, {})
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     same = same and all(bool((tensor == int(name)).all()) for name, tensor in state["model"].items())
-    homes = {name: torch.zeros_like(tensor) for name, tensor in state["model"].items() if name != "2"}
-    state = broadcast_state(world, whole, homes)
+    destinations = {name: torch.zeros_like(tensor) for name, tensor in state["model"].items() if name != "2"}
+    state = broadcast_state(world, whole, destinations)
     same = same and all(bool((tensor == int(name)).all()) for name, tensor in state["model"].items())
-    same = same and all((state["model"][name] is home) == (rank > 0) for name, home in homes.items())
+    same = same and all((state["model"][name] is there) == (rank > 0) for name, there in destinations.items())
     answers.put((rank, same, grown / (STATE_MIB * MIB)))
     world.close()
 

@@ -36,28 +36,34 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointStore:
     return store
 
 
-def read(store: CheckpointStore, homes: dict[str, Tensor]) -> dict[str, Any]:
+def read(store: CheckpointStore, destinations: dict[str, Tensor]) -> dict[str, Any]:
     path = state_module.large_file_of(store, STEP)
     assert path is not None
-    found, info = state_module.read_in_place(store, STEP, path, lambda file: deserialize_file(file, homes))
+    found, info = state_module.read_in_place(
+        store, STEP, path, lambda file: deserialize_file(file, destinations)
+    )
     assert info == {"eval": {"accuracy": 0.5}}
     return found
 
 
 def test_what_is_read_is_what_was_saved_and_the_model_has_its_part(store: CheckpointStore) -> None:
-    homes = {name: torch.zeros_like(value) for name, value in state()["model"].items()}
-    found = read(store, homes)
+    destinations = {name: torch.zeros_like(value) for name, value in state()["model"].items()}
+    found = read(store, destinations)
     (bare, tensors), (wanted, originals) = flatten(found), flatten(state())
     assert bare == wanted and all(map(torch.equal, tensors, originals))
-    assert all(found["model"][name] is home for name, home in homes.items())
+    assert all(found["model"][name] is destination for name, destination in destinations.items())
 
 
 def test_a_tensor_of_another_form_gets_memory_of_its_own(store: CheckpointStore) -> None:
     """A model of another shape or type is told so afterwards, by who loads the state."""
-    homes = {"0.bias": torch.zeros(5), "1.weight": torch.zeros(4, dtype=torch.float64), "more": torch.ones(1)}
-    found = read(store, homes)
+    destinations = {
+        "0.bias": torch.zeros(5),
+        "1.weight": torch.zeros(4, dtype=torch.float64),
+        "more": torch.ones(1),
+    }
+    found = read(store, destinations)
     assert torch.equal(found["model"]["0.bias"], state()["model"]["0.bias"])
-    assert found["model"]["1.weight"].dtype == torch.float32 and homes["1.weight"].sum() == 0
+    assert found["model"]["1.weight"].dtype == torch.float32 and destinations["1.weight"].sum() == 0
     read(store, {"0.weight": nn.Parameter(torch.zeros(4, 4)).detach()})
 
 
@@ -117,9 +123,10 @@ def test_what_is_no_state_is_one_line(tmp_path: Path, raw: bytes) -> None:
 
 def test_a_models_tensors_are_found_by_name() -> None:
     skeleton, tensors = flatten({"first": torch.ones(1), **state()})
-    homes = {name: torch.zeros(1) for name in (*state()["model"], "more")}
-    found = destinations_by_index(skeleton, homes)
+    destinations = {name: torch.zeros(1) for name in (*state()["model"], "more")}
+    found = destinations_by_index(skeleton, destinations)
     assert list(found) == list(range(1, 1 + len(state()["model"])))
     for place, name in enumerate(state()["model"], start=1):
-        assert found[place] is homes[name] and torch.equal(tensors[place], state()["model"][name])
-    assert destinations_by_index(flatten({"step": 1})[0], homes) == {} == destinations_by_index(skeleton, {})
+        assert found[place] is destinations[name] and torch.equal(tensors[place], state()["model"][name])
+    assert destinations_by_index(flatten({"step": 1})[0], destinations) == {}
+    assert destinations_by_index(skeleton, {}) == {}

@@ -16,7 +16,7 @@ from tandem.config.address import hide, secrets_in
 from tandem.errors import ConfigError
 from tandem.report import otel, otel_variables
 from tandem.report.log_lines import LogEntry, Mark, entries, new_lines
-from tandem.report.otel import Position
+from tandem.report.otel import SendProgress
 from tandem.report.otel_variables import OtelChoice, is_wanted, resource_of
 from tandem.run.directory import RunDir
 from tandem.telemetry import metrics
@@ -103,8 +103,8 @@ class Lines:
         more = {"logs": {}} if line["is"] == "launch" else {}
         self.lines.append(json.dumps({**line, **more}).encode())
 
-    def read(self, position: Position | None = None) -> list[Span]:
-        position = Position({}) if position is None else position
+    def read(self, position: SendProgress | None = None) -> list[Span]:
+        position = SendProgress({}) if position is None else position
         return [span for line in self.lines for span in position.take(line)]
 
 
@@ -203,11 +203,11 @@ def test_many_epochs_at_once_are_no_flood() -> None:
 
 
 def test_a_killed_launch_is_ended_by_the_next() -> None:
-    first, second, position = Lines(), Lines(), Position({})
+    first, second, position = Lines(), Lines(), SendProgress({})
     first.spans.started(1.0, {})
     first.spans.take(RunStarted(0, 100, 250), 3.0)
     assert not first.read(position)
-    position = Position(json.loads(json.dumps(vars(position))))  # this process was killed, too
+    position = SendProgress(json.loads(json.dumps(vars(position))))  # this process was killed, too
     second.lines[0] = second.lines[0].replace(b'"time": 0.0', b'"time": 50.0')
     spans = second.read(position)
     assert [(each.name, each.ended, each.cause) for each in spans] == [
@@ -219,7 +219,7 @@ def test_a_killed_launch_is_ended_by_the_next() -> None:
 
 
 def test_a_cause_that_a_killed_agent_did_not_know() -> None:
-    launch, position = Lines(), Position({})
+    launch, position = Lines(), SendProgress({})
     launch.spans.started(1.0, {"tandem.generation": 1})
     launch.spans.take(RunStarted(0, 100, 250), 3.0)
     launch.spans.ended(5.0)
@@ -236,7 +236,7 @@ def test_a_cause_that_a_killed_agent_did_not_know() -> None:
     b'{"is": "launch", "trace": "ab", "span": "cd", "time": "now", "attributes": {}, "logs": []}',
 ])  # fmt: skip
 def test_bad_lines_are_skipped(line: bytes) -> None:
-    position = Position({"open": 3, "begun": None, "marks": "no"})
+    position = SendProgress({"open": 3, "begun": None, "marks": "no"})
     assert list(position.take(line)) == [] and position.saved(line) is None
 
 

@@ -100,9 +100,9 @@ def test_any_number_of_ranks_reads_its_rows(store: CheckpointStore, writers: int
 
 def test_a_tensor_of_the_model_is_read_in_place(store: CheckpointStore) -> None:
     save(store, 2)
-    home = torch.zeros(7, 3)
-    state, _ = read_state(store, 1, {"w": home, "half": torch.zeros(2, 4)})
-    assert state["model"]["w"] is home and torch.equal(home, whole_state()["model"]["w"])
+    destination = torch.zeros(7, 3)
+    state, _ = read_state(store, 1, {"w": destination, "half": torch.zeros(2, 4)})
+    assert state["model"]["w"] is destination and torch.equal(destination, whole_state()["model"]["w"])
     assert equal(state, whole_state())
 
 
@@ -113,10 +113,10 @@ def test_a_damaged_checkpoint_changes_nothing_in_the_model(store: CheckpointStor
     raw = bytearray(last.read_bytes())
     raw[0] ^= 1
     last.write_bytes(raw)
-    homes = {"w": torch.zeros(7, 3), "half": torch.zeros(2, 4, dtype=torch.bfloat16)}
+    destinations = {"w": torch.zeros(7, 3), "half": torch.zeros(2, 4, dtype=torch.bfloat16)}
     with pytest.raises(CorruptCheckpointError):
-        read_state(store, 1, homes)
-    assert not any(home.any() for home in homes.values())
+        read_state(store, 1, destinations)
+    assert not any(destination.any() for destination in destinations.values())
 
 
 def test_a_range_larger_than_a_piece_is_read_in_pieces(

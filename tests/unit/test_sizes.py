@@ -1,6 +1,7 @@
 """A room that one can take in: no module beyond 500 lines, no function of the loop beyond a screen."""
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 SRC = Path(__file__).parents[2] / "src" / "tandem"
@@ -19,3 +20,17 @@ def test_the_loop_is_on_one_screen() -> None:
     lengths = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions}
     assert {"train", "after_step"} <= lengths.keys()
     assert {name: length for name, length in lengths.items() if length > A_SCREEN} == {}
+
+
+def test_a_class_name_means_one_thing() -> None:
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in SRC.rglob("*.py")]
+    names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_functions_are_short() -> None:
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in SRC.rglob("*.py")]
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, kinds)]
+    lengths = sorted((node.end_lineno or 0) - node.lineno + 1 for node in functions)
+    assert lengths[int(len(lengths) * 0.9)] <= 20 and lengths[-1] <= 75

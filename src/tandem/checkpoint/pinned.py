@@ -63,7 +63,7 @@ def streams_of(sources: list[Tensor]) -> list[torch.cuda.Stream]:
     return [torch.cuda.current_stream(device) for device in devices]
 
 
-def homes_in_one_piece(sources: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+def contiguous_copies(sources: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Return (memory, tensors in it with the shapes and dtypes of `sources`), laid out one after another.
 
     Each tensor has its own storage, because torch.save requires that for views with different dtypes.
@@ -75,10 +75,10 @@ def homes_in_one_piece(sources: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         end += -(-source.nbytes // ALIGNMENT) * ALIGNMENT
     # torch.frombuffer accepts neither an empty buffer nor zero elements.
     memory = bytearray(max(end, ALIGNMENT))
-    homes = [
+    copies = [
         torch.frombuffer(memory, dtype=source.dtype, count=source.numel(), offset=begin).reshape(source.shape)
         if source.numel()
         else torch.empty(source.shape, dtype=source.dtype)
         for begin, source in zip(offsets, sources, strict=True)
     ]
-    return torch.frombuffer(memory, dtype=torch.uint8), homes
+    return torch.frombuffer(memory, dtype=torch.uint8), copies

@@ -17,7 +17,7 @@ from tandem.bounded_reader import count, text
 from tandem.checkpoint.manifest import check_size, is_sharded, shard_entries
 from tandem.checkpoint.pinned import ALIGNMENT
 from tandem.checkpoint.shards import SHARD, VALUES, Path, mapped_shards, shard
-from tandem.checkpoint.snapshot import NO_HOMES
+from tandem.checkpoint.snapshot import NO_DESTINATIONS
 from tandem.checkpoint.state import (
     MOST_NAMES,
     SLACK_BYTES,
@@ -99,26 +99,26 @@ def _write_range(values: Tensor, sink: Sink) -> dict[str, Any]:
 
 
 def read_state(
-    store: CheckpointStore, step: int, homes: Mapping[str, Tensor] = NO_HOMES
+    store: CheckpointStore, step: int, destinations: Mapping[str, Tensor] = NO_DESTINATIONS
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (whole state, info) of any checkpoint, its hashes verified.
 
-    A tensor of the state's "model" is read into the tensor of `homes` with the same name, dtype and shape.
-    Raises CorruptCheckpointError, UnloadableError, and CheckpointError for a failing volume.
+    A tensor of the state's "model" is read into the tensor of `destinations` with the same name, dtype and
+    shape. Raises CorruptCheckpointError, UnloadableError, and CheckpointError for a failing volume.
     """
     if is_sharded(store.manifest(step)):
-        if not homes:
+        if not destinations:
             return read_rows(store, step, all_rows)
-        # A run that finds damage may continue with what is in `homes` now, so nothing is written before all
-        # is checked.
+        # A run that finds damage may continue with what is in `destinations` now, so nothing is written
+        # before all is checked.
         read_rows(store, step, all_rows, only_checks=True)
         try:
-            return read_rows(store, step, all_rows, homes)
+            return read_rows(store, step, all_rows, destinations)
         except (CorruptCheckpointError, UnloadableError) as error:
             raise CheckpointError(f"the files changed while being loaded; start again: {error}") from error
     # A large state is used in place, because its bytes do not fit in memory next to its tensors.
     if path := large_file_of(store, step):
-        return read_in_place(store, step, path, lambda file: deserialize_file(file, homes))
+        return read_in_place(store, step, path, lambda file: deserialize_file(file, destinations))
     payload, info = store.read(step)
     return deserialize(payload), info
 
@@ -127,7 +127,7 @@ def read_rows(
     store: CheckpointStore,
     step: int,
     rows: Rows,
-    homes: Mapping[str, Tensor] = NO_HOMES,
+    destinations: Mapping[str, Tensor] = NO_DESTINATIONS,
     only_checks: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (state, info) of a sharded checkpoint, reading only the ranges with these `rows`.
@@ -139,7 +139,7 @@ def read_rows(
     state = deserialize(store.read(step)[0])
     files = shard_entries(manifest)
     size = sum(entry["bytes"] for entry in files.values())
-    targets = _targets(state, rows, homes, size, "meta" if only_checks else "cpu")
+    targets = _targets(state, rows, destinations, size, "meta" if only_checks else "cpu")
     for name, wanted in files.items():
 
         def fill(file: StorageReader, name: str = name, wanted: Mapping[str, Any] = wanted) -> None:
@@ -276,7 +276,7 @@ class _Target:
 
 
 def _targets(
-    state: Mapping[str, Any], rows: Rows, homes: Mapping[str, Tensor], file_bytes: int, device: str
+    state: Mapping[str, Any], rows: Rows, destinations: Mapping[str, Tensor], file_bytes: int, device: str
 ) -> dict[str, _Target]:
     """Return the tensors to fill, with memory on `device`. Raises UnloadableError for impossible sizes."""
     forms: dict[Path, tuple[tuple[int, ...], str]] = {}
@@ -296,9 +296,9 @@ def _targets(
     targets = {}
     for path, (shape, dtype) in forms.items():
         first, length = rows(shape[0])
-        home = homes.get(str(path[-1])) if path[0] == "model" else None
+        destination = destinations.get(str(path[-1])) if path[0] == "model" else None
         with torch.device(device):
-            values = home_or_memory(home, _dtype(dtype), torch.Size((length, *shape[1:])))
+            values = home_or_memory(destination, _dtype(dtype), torch.Size((length, *shape[1:])))
         targets[name_of(path)] = _Target(name_of(path), shape, dtype, first, values)
     return targets
 

@@ -56,7 +56,7 @@ PER_RANK = "per_rank"
 OF = "of"
 """Keys of a state: per-rank values; in a snapshot of those, [rank, world size]."""
 
-NO_HOMES: Mapping[str, Tensor] = {}
+NO_DESTINATIONS: Mapping[str, Tensor] = {}
 
 TensorForm = tuple[str, tuple[int, ...]]
 """(dtype such as "float32", shape)."""
@@ -273,7 +273,7 @@ class Snapshots:
         ]
 
     def _choose_slots(self, state_bytes: int) -> None:
-        """Raise OSError if there is too little memory; do without copies if it is enough without them."""
+        """Choose three slots if memory allows, else two without copies. Raise OSError if two do not fit."""
         if self._copies is not None:
             try:
                 self._check_room(state_bytes, COPIED_SLOTS, [*self._regions, self._copies])
@@ -384,17 +384,18 @@ def forget_after(region: NodeMemory, step: int) -> None:
 
 
 def read_slot(
-    regions: Sequence[NodeMemory], step: int, slot: int, homes: Mapping[str, Tensor] = NO_HOMES
+    regions: Sequence[NodeMemory], step: int, slot: int, destinations: Mapping[str, Tensor] = NO_DESTINATIONS
 ) -> Snapshot:
     """Return the snapshot of `step` in `slot`, under the same conditions as `newest_snapshot`.
 
-    A tensor of the state's "model" is copied into the tensor of `homes` with the same name, dtype and shape.
+    A tensor of the state's "model" is copied into the tensor of `destinations` with the same name, dtype and
+    shape.
     """
     memories = [region.map(region.size()) for region in regions]
     geometries = [GEOMETRY.unpack_from(memory, GEOMETRY_AT) for memory in memories]
     starts = [slot_start(slot, slot_bytes) for _, slot_bytes in geometries]
     skeleton, forms, own = _header(memories[0], starts[0])
-    there = destinations_by_index(skeleton, homes)
+    there = destinations_by_index(skeleton, destinations)
     tensors = [
         home_or_memory(there.get(index), getattr(torch, dtype), torch.Size(shape))
         for index, (dtype, shape) in enumerate(forms)

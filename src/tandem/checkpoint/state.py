@@ -79,12 +79,14 @@ def unflatten(skeleton: Mapping[Any, Any], tensors: Iterable[Tensor]) -> dict[An
     return {key: _mapped(value, put) for key, value in skeleton.items()}
 
 
-def destinations_by_index(skeleton: Mapping[Any, Any], homes: Mapping[str, Tensor]) -> dict[int, Tensor]:
-    """Return {index of a model tensor in the skeleton: the tensor of `homes` to load it into}, by name."""
+def destinations_by_index(
+    skeleton: Mapping[Any, Any], destinations: Mapping[str, Tensor]
+) -> dict[int, Tensor]:
+    """Return {index of a model tensor in the skeleton: the tensor of `destinations` with its name}."""
     indices = unflatten(skeleton, count())  # type: ignore[arg-type]  # indices in place of tensors
     model = indices.get("model", {})
-    here = [name for name in model if skeleton["model"][name] is TENSOR_PLACEHOLDER and name in homes]
-    return {model[name]: homes[name] for name in here}
+    here = [name for name in model if skeleton["model"][name] is TENSOR_PLACEHOLDER and name in destinations]
+    return {model[name]: destinations[name] for name in here}
 
 
 def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
@@ -159,35 +161,36 @@ def deserialize(raw: bytes) -> dict[str, Any]:
     return _restored(_loaded(io.BytesIO(raw), len(raw)))
 
 
-def deserialize_file(path: Path, homes: Mapping[str, Tensor]) -> dict[str, Any]:
+def deserialize_file(path: Path, destinations: Mapping[str, Tensor]) -> dict[str, Any]:
     """Load a file that `serialize` wrote, without holding the file's contents in memory next to the state.
 
-    Tensors are copied one by one: a model's into the tensor of `homes` with the same name, dtype and shape,
-    all others into new memory. Nothing in the result refers to the file. Raises UnloadableError and OSError.
+    Tensors are copied one by one: a model's into the tensor of `destinations` with the same name, dtype and
+    shape, all others into new memory. Nothing in the result refers to the file. Raises UnloadableError and
+    OSError.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
         _check_records(file, size)
     skeleton, tensors = flatten(_loaded(path, size))
-    there = destinations_by_index(skeleton, homes)
+    there = destinations_by_index(skeleton, destinations)
     for index, tensor in enumerate(tensors):
-        home = there.get(index)
-        if has_form(home, tensor.dtype, tensor.shape):
-            tensors[index] = home.copy_(tensor)
+        destination = there.get(index)
+        if has_form(destination, tensor.dtype, tensor.shape):
+            tensors[index] = destination.copy_(tensor)
         else:
             tensors[index] = tensor.clone()
     return _restored(unflatten(skeleton, tensors))
 
 
-def has_form(home: Tensor | None, dtype: torch.dtype, shape: torch.Size) -> TypeGuard[Tensor]:
-    """Return True if `home` can take values of this dtype and shape; a shard (DTensor) cannot."""
-    return type(home) is Tensor and home.dtype == dtype and home.shape == shape
+def has_form(destination: Tensor | None, dtype: torch.dtype, shape: torch.Size) -> TypeGuard[Tensor]:
+    """Return True if `destination` can take values of this dtype and shape; a shard (DTensor) cannot."""
+    return type(destination) is Tensor and destination.dtype == dtype and destination.shape == shape
 
 
-def home_or_memory(home: Tensor | None, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """Return `home` if values of this form can be copied straight into it, else new host memory."""
-    if has_form(home, dtype, shape) and home.is_contiguous():
-        return home
+def home_or_memory(destination: Tensor | None, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    """Return `destination` if values of this form can be copied straight into it, else new host memory."""
+    if has_form(destination, dtype, shape) and destination.is_contiguous():
+        return destination
     return torch.empty(shape, dtype=dtype)
 
 

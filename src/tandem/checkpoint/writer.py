@@ -12,7 +12,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from tandem.checkpoint.pinned import Pinned, homes_in_one_piece, streams_of
+from tandem.checkpoint.pinned import Pinned, contiguous_copies, streams_of
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.state import flatten, unflatten
 from tandem.checkpoint.storage.protocol import Sink
@@ -31,7 +31,7 @@ class Buffers:
     """Reusable copies of a state's tensors: allocated once, overwritten by every save (pinned for GPUs)."""
 
     def __init__(self) -> None:
-        self._homes: list[Tensor] = []
+        self._copies: list[Tensor] = []
         self._pinned = Pinned()
         self._memory = torch.empty(0)
 
@@ -44,22 +44,22 @@ class Buffers:
             distinct.setdefault(key, tensor)
         sources = list(distinct.values())
         on_gpu = any(source.is_cuda for source in sources)
-        if [_form(home) for home in self._homes] != [_form(source) for source in sources]:
+        if [_form(copy) for copy in self._copies] != [_form(source) for source in sources]:
             self._allocate(sources, on_gpu)
         if sources:
-            copy_all(self._homes, sources, non_blocking=True)
+            copy_all(self._copies, sources, non_blocking=True)
         # The copies are asynchronous; the next step would overwrite parameters that are still being read.
         for stream in streams_of(sources):
             stream.synchronize()
-        homes = dict(zip(distinct, self._homes, strict=True))
-        return [homes[key] for key in keys]
+        copies = dict(zip(distinct, self._copies, strict=True))
+        return [copies[key] for key in keys]
 
     def _allocate(self, sources: list[Tensor], on_gpu: bool) -> None:
         self._pinned.release()
         if not on_gpu:
-            self._homes = [torch.empty(source.shape, dtype=source.dtype) for source in sources]
+            self._copies = [torch.empty(source.shape, dtype=source.dtype) for source in sources]
             return
-        self._memory, self._homes = homes_in_one_piece(sources)
+        self._memory, self._copies = contiguous_copies(sources)
         self._pinned.hold(self._memory)
 
 

@@ -123,7 +123,7 @@ class Backward:
         self._clock = clock
         self._policy = policy
         self._broken = (-1, "")  # the last step with a non-finite value, and the first such tensor
-        self.passenger = PiggybackedValues(torch.zeros(SLOTS + 2, device=group.device))
+        self.piggybacked = PiggybackedValues(torch.zeros(SLOTS + 2, device=group.device))
         self.models: list[nn.Module] = []
         self.numbers = LoggedValues(group)
         self.recorder: Recorder | None = None
@@ -232,11 +232,11 @@ class Backward:
         self._is_in_parts = not is_last
         value = self._unscaled(loss).float().reshape(())
         self._so_far = self._so_far + value * weight
-        numbers = self._packed() if is_last else torch.zeros_like(self.passenger.numbers)
+        numbers = self._packed() if is_last else torch.zeros_like(self.piggybacked.numbers)
         replicas = [model for model in self.models if isinstance(model, Replica)]
         for replica in replicas:
             replica.begin_backward()
-        self.passenger.numbers = numbers
+        self.piggybacked.numbers = numbers
         self._clock.enter_backward(loss)
         # A non-finite loss makes all gradients non-finite through this factor, so every rank sees it in the
         # exchanged gradients.

@@ -105,7 +105,7 @@ class Run:
         backward = self._engine.backward
         wrapped: nn.Module = model
         if world.size > 1:
-            wrapped = Replica(model, world, backward.passenger, self._engine.settings.exchange)
+            wrapped = Replica(model, world, backward.piggybacked, self._engine.settings.exchange)
         backward.watch(wrapped)
         return wrapped
 

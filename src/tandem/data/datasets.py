@@ -1,7 +1,7 @@
 """Datasets that return a whole batch at once, and readers for common formats.
 
-A dataset is map-style (`__len__`, `__getitem__`) or iterable (see `sources.py`). A map-style dataset can
-also return many samples at once, which makes small models fast:
+A dataset is map-style (`__len__`, `__getitem__`) or iterable (see `implementations.py`). A map-style dataset
+can also return many samples at once, which makes small models fast:
 
     __getitems__(indices) -> batch                  a finished batch, not a list of samples
     augmented(indices, epoch, seed) -> batch        the same with augmentation, for training; its randomness

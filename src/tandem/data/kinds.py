@@ -8,11 +8,11 @@ import torch
 
 from tandem.data.block_order import VALID_SIZES, BlockOrder, checked_sizes
 from tandem.data.fetch import Batch, Collate, is_stream, whole_fetch
+from tandem.data.implementations import MappedData, ShardedData, StreamedData, stream_batches
 from tandem.data.loader import share_batches
 from tandem.data.mixture import Mixture
 from tandem.data.sampler import GlobalOrder, MakeOrder
 from tandem.data.source import BatchReader, TrainingData
-from tandem.data.sources import MappedData, ShardedData, StreamedData, stream_batches
 from tandem.errors import ConfigError
 
 

@@ -221,7 +221,7 @@ def _lanes_in(source: GlobalOrder) -> int:
 
 
 def _stride(lanes: int) -> int:
-    """Return the number next to the golden section of the lanes whose multiples reach all of them."""
+    """Return the number coprime to `lanes` that is closest to the golden section of `lanes`."""
     reaching = [number for number in range(1, lanes + 1) if math.gcd(number, lanes) == 1]
     return min(reaching, key=lambda number: abs(number - lanes * (5**0.5 - 1) / 2))
 

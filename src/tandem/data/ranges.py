@@ -1,7 +1,7 @@
 """Read ranges of bytes from http(s):// and s3:// addresses; every range arrives complete, or is an error.
 
-What may pass (5xx, a reset, a stall) is tried again until a deadline. Everything else is final at once: a
-file that is not there, a server without ranges, a file that is shorter than expected.
+Transient failures (5xx, a reset, a stall) are retried until a deadline. All others are final at once: a
+missing file, a server without ranges, a file that is shorter than expected.
 """
 
 import http.client
@@ -25,7 +25,7 @@ from tandem.timeouts import (
 SCHEMES = ("http", "https", "s3")
 REDIRECTS = (301, 302, 303, 307, 308)
 MOST_REDIRECTS = 5
-PASSING = (408, 425, 429)
+TRANSIENT_STATUSES = (408, 425, 429)
 """Codes below 500 that ask the client to try again."""
 CHUNK = 2**18
 
@@ -218,7 +218,7 @@ def _asked(
 def _checked(response: http.client.HTTPResponse, address: str, offset: int, length: int) -> int:
     """Return the file's size from the head of an answer. Raises ConfigError if no other attempt can help."""
     status = response.status
-    if status >= 500 or status in PASSING:
+    if status >= 500 or status in TRANSIENT_STATUSES:
         raise OSError(f"the server answered {status} {response.reason}")
     if status == 200:
         raise ConfigError(

@@ -1,8 +1,8 @@
 """The interface between the loop and all kinds of data.
 
 The position is just the global step. An implementation returns the micro-batches of any range of steps, the
-same for any number of ranks, and adds to a checkpoint only state that the step does not determine. Each kind
-of data has its own file (`sources.py`, `sources.py`); `kinds.py` selects one.
+same for any number of ranks, and adds to a checkpoint only state that the step does not determine. The
+implementations are in `implementations.py`; `kinds.py` selects one.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -248,7 +248,7 @@ class CopySender:
             self._rest(time.monotonic() - began, time.thread_time() - used, len(piece))
 
     def _rest(self, took: float, used: float, size: int) -> None:
-        """Rest after a piece of `size` bytes that took `took` seconds, and `used` of them on a core."""
+        """Pause after sending `size` bytes in `took` seconds, of which `used` were processor time."""
         pause = used / self._cpu_share - took
         # The time of a small piece is that of the threads involved, and says nothing about the link.
         if size == PIECE_BYTES:

@@ -278,7 +278,7 @@ class NeighborCopies:
         )
 
     def wait(self, snapshots: Snapshots) -> None:
-        """Hold no slot any more if another rank's copy takes much longer than this rank's."""
+        """Release the held slot if another rank's copy is far behind this rank's."""
         if time.monotonic() - self._sender.busy_until > COPY_STUCK_SECONDS:
             self._held = ()
             snapshots.held = self.held

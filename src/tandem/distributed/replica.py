@@ -48,11 +48,11 @@ class _Carrying(nn.Module):
     has its own. This requires nothing of the model's output, which may have any type.
     """
 
-    def __init__(self, model: nn.Module, passenger: PiggybackedValues, finds_unused: bool) -> None:
+    def __init__(self, model: nn.Module, piggybacked: PiggybackedValues, finds_unused: bool) -> None:
         super().__init__()
         self.model = model
-        self._passenger = passenger
-        self.carrier = nn.Parameter(torch.zeros_like(passenger.numbers))
+        self._piggybacked = piggybacked
+        self.carrier = nn.Parameter(torch.zeros_like(piggybacked.numbers))
         self.is_zero_pass = self.is_due = self.has_taken = False
         # DDP reads this attribute of the module that it wraps, where the model's names have a prefix.
         ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
@@ -78,7 +78,7 @@ class _Carrying(nn.Module):
         if self.is_due:
             self.is_due = False
             # Gradients of several passes add up, so only one of them may have the values.
-            numbers = torch.zeros_like(self.carrier) if self.has_taken else self._passenger.numbers.clone()
+            numbers = torch.zeros_like(self.carrier) if self.has_taken else self._piggybacked.numbers.clone()
             self.has_taken = True
             # DDP's hooks run when the autograd engine accumulates a gradient. An assignment would not trigger
             # them.
@@ -114,10 +114,10 @@ class Replica(DistributedDataParallel):
     """A model on this rank, with rank 0's weights. Attributes that DDP does not have are the model's."""
 
     def __init__(
-        self, model: nn.Module, group: ProcessGroup, passenger: PiggybackedValues, exchange: ExchangeConfig
+        self, model: nn.Module, group: ProcessGroup, piggybacked: PiggybackedValues, exchange: ExchangeConfig
     ) -> None:
         super().__init__(
-            _Carrying(model, passenger, exchange.find_unused),
+            _Carrying(model, piggybacked, exchange.find_unused),
             device_ids=group.ddp_devices,
             gradient_as_bucket_view=True,
             **buffer_argument(has_buffers_beside_batchnorm(model)),

@@ -34,12 +34,12 @@ SHARE = {"cpu": 0.03, "cuda": 0.01}
 
 
 def broadcast_state(
-    world: ProcessGroup, state: dict[str, Any] | None, homes: Mapping[str, Tensor], source: int = 0
+    world: ProcessGroup, state: dict[str, Any] | None, destinations: Mapping[str, Tensor], source: int = 0
 ) -> dict[str, Any]:
     """Return the state of rank `source` on every rank; the other ranks pass None.
 
-    A tensor of the state's "model" is received into the tensor of `homes` with the same name, dtype and
-    shape; others into new host memory. No rank needs memory for two states.
+    A tensor of the state's "model" is received into the tensor of `destinations` with the same name, dtype
+    and shape; others into new host memory. No rank needs memory for two states.
     """
     skeleton, tensors = flatten(state or {})
     is_source = world.rank == source
@@ -48,7 +48,7 @@ def broadcast_state(
     skeleton, _ = flatten(deserialize(world.broadcast_bytes(bare, source)))
     received = world.broadcast_json([form_of(each) for each in tensors], source)
     if not is_source:
-        there = destinations_by_index(skeleton, homes)
+        there = destinations_by_index(skeleton, destinations)
         forms = [(getattr(torch, dtype), torch.Size(shape)) for dtype, shape in received]
         tensors = [home_or_memory(there.get(index), *form) for index, form in enumerate(forms)]
     for tensor in tensors:

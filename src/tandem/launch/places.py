@@ -42,7 +42,7 @@ class PlaceOwner(NamedTuple):
 
 
 class Reassignment(NamedTuple):
-    """`node` gets `place` from the node `before` (None: no node). `why` completes "node BEFORE ..."."""
+    """`place` moves from node `before` (None: it was vacant) to `node`; `why` completes "node BEFORE ..."."""
 
     place: int
     node: int

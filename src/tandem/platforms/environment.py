@@ -109,8 +109,8 @@ class Columns:
 class PlatformEnv:
     """What a platform's reader may use: variables, the host name, and flags (as text, by column).
 
-    `marks` are the variables that identify the platform, for messages. A reader starts with `on(...)`.
-    `spares` are part of the number of nodes.
+    `marks` are the variables that identify the platform, for messages. A reader first calls
+    `for_platform(...)`. `spares` are part of the number of nodes.
     """
 
     environ: Mapping[str, str]

@@ -1,6 +1,6 @@
 """Find this node's `Placement` from the environment, by the platform that it runs on.
 
-Each platform is one module of this package; adding one changes no other file. It declares
+Each platform is one module of this package, which is discovered automatically. It declares
 
     ORDER                         when it is checked: the first that detects itself is used
     COLUMNS                       its variables for the values that all platforms have

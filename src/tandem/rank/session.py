@@ -187,13 +187,13 @@ class RankSession:
         self.settings = given.replace(precision=precision_of(given.compute.precision, world))
         batch_size = given.data.batch_size
         self.recorder = Recorder(position.rank, batch_size, self.send, self.clock, position.node_rank)
-        self.recorder.own_samples = BlockMetrics(position.rank)
+        self.recorder.rank_samples.append(BlockMetrics(position.rank))
         limit_waits(given.reliability.hang_seconds)
 
     def resume(
         self,
         decision: ResumeDecision | None = None,
-        homes: Mapping[str, Tensor] = NONE,
+        destinations: Mapping[str, Tensor] = NONE,
         own: Collection[str] = (),
         redistribute: Redistribute | None = None,
         shards: ShardedReading | None = None,
@@ -206,7 +206,7 @@ class RankSession:
             self.grant if decision is None else replace(self.grant, resume=decision),
             self.recorder,
             self.settings.data.download,
-            homes,
+            destinations,
             own,
             redistribute,
             shards,

@@ -189,13 +189,13 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
     with log_if_slow("building data and model"):
         train_state = TrainState(*slices, world, clock, session.recorder, chosen)
     train_state.train_step.is_restarted = session.grant.restart > 0
-    homes = train_state.model.state_dict()
+    destinations = train_state.model.state_dict()
     shards = None
     if train_state.strategy.shards_parameters:
         check_shared(world, session.run.where)
         shards = ShardedReading(world, train_state.strategy.rows)
     with clock.phase("resume"), log_if_slow("deciding where to resume"):
-        if session.resume(homes=homes, shards=shards).step == COMPLETE:
+        if session.resume(destinations=destinations, shards=shards).step == COMPLETE:
             session.recorder.close()
             return
         # The state that is loaded next has a position, which refers to these samples.

@@ -40,7 +40,7 @@ def leaving_out(session: RankSession) -> Iterator[None]:
 
 
 def _set_aside(session: RankSession, node: int, clean: int, why: str) -> None:
-    """Move newer checkpoints than of step `clean` away, and tell the agents; they restart the ranks."""
+    """Move checkpoints after step `clean` aside, and tell the agents, which restart the ranks."""
     moved_to = session.run.checkpoints.move_aside(after_step=clean)
     if moved_to is not None:
         log.warning("checkpoints after step %d may be wrong and were moved to %s", clean, moved_to)

@@ -36,7 +36,7 @@ SAVES = {"checkpoint": ledger.FINISHED, "checkpoint_failed": ledger.FAILED}
 T = TypeVar("T")
 
 
-class Position:
+class SendProgress:
     """What has been sent, and what is needed to continue: plain JSON, with fields of any other type left out.
 
     A copy is changed while something is sent, and takes the place of the original once it has arrived.
@@ -145,7 +145,7 @@ class OtelSending:
         self._run = run
         self._secrets = secrets
         self.files = run.files()
-        self._position = Position(_read(run.logs / layout.OTEL_SENT))
+        self._position = SendProgress(_read(run.logs / layout.OTEL_SENT))
         task = str(self.files.read(layout.CONFIG).get("task") or "")
         about = hidden(resource_of(environ, run.folder, task, self._position.identity), secrets)
         self._client = OtlpClient(self._choice.signals, about, secrets)
@@ -204,7 +204,9 @@ class OtelSending:
         names = sorted(each.name for each in logs.iterdir() if LOG_FILE.fullmatch(each.name))
         return sum(self._send_file(logs / name, self._entries, self._client.send_logs) for name in names)
 
-    def _entries(self, path: Path, lines: list[bytes], position: Position) -> list[tuple[LogEntry, str, str]]:
+    def _entries(
+        self, path: Path, lines: list[bytes], position: SendProgress
+    ) -> list[tuple[LogEntry, str, str]]:
         written = time.time()
         with suppress(OSError):  # just rotated
             written = path.stat().st_mtime
@@ -217,7 +219,7 @@ class OtelSending:
     def _send_file(
         self,
         path: Path,
-        records_of: "Callable[[Path, list[bytes], Position], list[T]]",
+        records_of: "Callable[[Path, list[bytes], SendProgress], list[T]]",
         send: Callable[[list[T]], bool],
     ) -> int:
         """Send what `records_of` makes of new lines, a request for each chunk; return how many records."""
@@ -288,17 +290,17 @@ class OtelSending:
         moment = max(float(snapshot["time"]), float(row["time"]))
         return {**snapshot, "families": [*families.values()], "time": math.nextafter(moment, math.inf)}
 
-    def _keep(self, position: Position) -> None:
+    def _keep(self, position: SendProgress) -> None:
         """Record what has arrived; after a kill before this, it is sent once more, with the same IDs."""
         self._position = position
         write_json_atomic(self._run.logs / layout.OTEL_SENT, vars(position))
 
 
-def _spans(path: Path, lines: list[bytes], position: Position) -> list[Span]:
+def _spans(path: Path, lines: list[bytes], position: SendProgress) -> list[Span]:
     return [span for line in lines for span in position.take(line)]
 
 
-def _saves(path: Path, lines: list[bytes], position: Position) -> list[Span]:
+def _saves(path: Path, lines: list[bytes], position: SendProgress) -> list[Span]:
     return [span for line in lines if (span := position.saved(line)) is not None]
 
 

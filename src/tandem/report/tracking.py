@@ -432,7 +432,7 @@ def follow_launch(sending: Upload, name: str, config: Mapping[str, object], run:
 
 
 @contextmanager
-def alone(folder: Path, wait: bool) -> Iterator[None]:
+def exclusive_sender(folder: Path, wait: bool) -> Iterator[None]:
     """Ensure that there is one sender. That of a killed launch may still be sending. Raises ConfigError."""
     # The lock needs no file in the run, and the kernel releases it however the process ends (flock(2)).
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -214,7 +214,7 @@ class ScriptMonitor:
             path.with_suffix(".new").replace(path)
 
     @property
-    def is_of_host(self) -> bool:
+    def host_work_counts(self) -> bool:
         """True: a script that waits for a GPU is not told from one that computes."""
         return True
 

@@ -128,7 +128,7 @@ class Clock:
         return self._timer.drain()
 
     @property
-    def is_of_host(self) -> bool:
+    def host_work_counts(self) -> bool:
         """True if work is done when the host continues: on CPUs."""
         return isinstance(self._timer, HostTimer)
 

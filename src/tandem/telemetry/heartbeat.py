@@ -54,7 +54,7 @@ class Locator(Protocol):
     """Where a rank is; `Heartbeats` calls this from its thread, and at each new activity from the rank's."""
 
     @property
-    def is_of_host(self) -> bool:
+    def host_work_counts(self) -> bool:
         """Whether CPU time shows work; False if the thread may wait for a GPU in a loop."""
         ...
 
@@ -119,7 +119,7 @@ class Heartbeats:
     def _beat(self) -> None:
         while not self._is_over:
             try:
-                self._thread.look(by_cpu_time=self._locator.is_of_host)
+                self._thread.look(by_cpu_time=self._locator.host_work_counts)
                 sent = self.send()
                 renew_outputs()
                 self._locator.beat(sent)

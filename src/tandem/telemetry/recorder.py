@@ -114,7 +114,7 @@ def score_samples(scores: Mapping[str, float]) -> list[Sample]:
     return [metrics.EVAL_SCORE.set(value, score=name) for name, value in scores.items()] + loss
 
 
-def memory_samples(now: DeviceMemory | None, before: DeviceMemory | None) -> list[Sample]:
+def gpu_memory_samples(now: DeviceMemory | None, before: DeviceMemory | None) -> list[Sample]:
     """Return the memory samples of one GPU, which each rank sends; empty for CPUs."""
     if now is None:
         return []
@@ -187,8 +187,8 @@ class Recorder:
         self._stragglers = Stragglers(node)
         self._watch = StragglerWatch()
         self._memory: DeviceMemory | None = None
-        self.own_samples: Callable[[], list[Sample]] = list
-        """Returns what this rank alone knows, for each log interval."""
+        self.rank_samples: list[Callable[[], list[Sample]]] = []
+        """Each returns what this rank alone knows, once per log interval."""
         self.known_costs = Costs()  # the last argument of `costs`, or from the loaded state
         self._snapshot_interval: float | None = None
         self._steps_sent = 0
@@ -305,9 +305,10 @@ class Recorder:
         if self.rank == 0:
             self._show(line)
             samples = line_samples(line) + self._pace_of_tokens(line) + self._steps_since_last()
-        samples += memory_samples(readings.memory, self._memory)  # each rank reports its own GPU
+        samples += gpu_memory_samples(readings.memory, self._memory)  # each rank reports its own GPU
         self._memory = readings.memory
-        samples += self.own_samples()
+        for measured in self.rank_samples:
+            samples += measured()
         if samples:
             self._send(Samples(samples))
 

@@ -288,7 +288,7 @@ def hash_of(sums: Sums) -> int:
 def _sum_of(tensor: Tensor) -> Tensor:
     """Return the checksum of a gradient's or a state's bytes; 0.0 and -0.0 count as equal.
 
-    A first gradient is added to zeros, which turns -0.0 into 0.0, or is kept as it is.
+    Adding a gradient to zeros turns -0.0 into 0.0. A first gradient may be added to zeros or kept as it is.
     """
     tensor = tensor.detach()
     if tensor.is_sparse:

@@ -88,16 +88,16 @@ def begin(
     grant: Grant,
     recorder: Recorder,
     download: bool,
-    homes: Mapping[str, Tensor] = NONE,
+    destinations: Mapping[str, Tensor] = NONE,
     own: Collection[str] = (),
     redistribute: Redistribute | None = None,
     shards: ShardedReading | None = None,
 ) -> ResumePoint:
     """Find the newest state, or the weights to start from, and load it on all ranks.
 
-    `homes`: the model's state_dict, into which tensors of a large state may be read directly. `own`: the
-    names of the values that differ between ranks; `redistribute` converts these to another number of ranks.
-    `shards`: each rank has its shard of the state.
+    `destinations`: the model's state_dict, into which tensors of a large state may be read directly. `own`:
+    the names of the values that differ between ranks; `redistribute` converts these to another number of
+    ranks. `shards`: each rank has its shard of the state.
     Raises ConfigError on all ranks if the checkpoint has other names or another number of ranks.
     """
     found = _Found(0)
@@ -116,7 +116,7 @@ def begin(
         starts_over = config.resume == "never" or decision.moved_to is not None
         newest = where.newest() if shards else _best(there, has_own=bool(own))
         best = None if starts_over and grant.restart == 0 else newest
-        found = _newest(store, best, decision, recorder, homes, shards)
+        found = _newest(store, best, decision, recorder, destinations, shards)
     if shards:
         shards.end()
     parts: list[dict[str, Any]] = found.state.pop(PER_RANK, []) if found.state else []
@@ -139,18 +139,25 @@ def begin(
         loaded = _shards_from_memory(world, grant, where, step)
     elif holder is not None:
         own_slot = slots[step].number if own else None
-        loaded = _from_memory(world, grant, there, holder, step, homes, own_slot)
+        loaded = _from_memory(world, grant, there, holder, step, destinations, own_slot)
     else:
         read = shards.state if shards else None
-        state = read or (broadcast_state(world, state, homes) if world.size > 1 else state)
+        state = read or (broadcast_state(world, state, destinations) if world.size > 1 else state)
         loaded = _Loaded(state, _own_state_of(world, parts, count, named, own, redistribute))
     took = metrics.CHECKPOINT_LAST_LOAD_DURATION_SECONDS.set(time.monotonic() - began)
     recorder.samples(metrics.CHECKPOINT_LOADS.inc(), took)
+    return _resume_point(step, loaded, holder is not None, generation, info)
+
+
+def _resume_point(
+    step: int, loaded: "_Loaded", is_from_memory: bool, generation: int, info: Mapping[str, Any]
+) -> ResumePoint:
+    """Combine what this rank has loaded with `info`, which all ranks received."""
     return ResumePoint(
         step,
         loaded.state,
         loaded.source,
-        holder is not None,
+        is_from_memory,
         loaded.slot,
         generation,
         scores=_numbers(info.get("eval", {})),
@@ -238,13 +245,13 @@ def _from_memory(
     there: Sequence[_NodeSnapshots],
     holder: int,
     step: int,
-    homes: Mapping[str, Tensor],
+    destinations: Mapping[str, Tensor],
     own_slot: int | None,
 ) -> _Loaded:
     """Return the snapshot of `step` from rank `holder`, and each rank's own values from its memory."""
     own = grant.own_memories(world.position.local_rank)
     mine = {} if own_slot is None else read_slot(own, step, own_slot).state
-    state, slot = _shared_snapshot(world, grant.shared_memories, there, holder, step, homes)
+    state, slot = _shared_snapshot(world, grant.shared_memories, there, holder, step, destinations)
     node = None if slot is not None else there[holder].node
     if world.is_first:
         where = "" if node is None else f" of node {node}"
@@ -259,7 +266,7 @@ def _shared_snapshot(
     there: Sequence[_NodeSnapshots],
     holder: int,
     step: int,
-    homes: Mapping[str, Tensor],
+    destinations: Mapping[str, Tensor],
 ) -> tuple[dict[str, Any], int | None]:
     """Return the state of the snapshot that rank `holder` has, and this node's slot with it, if any.
 
@@ -269,9 +276,9 @@ def _shared_snapshot(
     mine = there[world.rank]
     slot = int(mine.snapshots[str(step)][0]) if mine.has(step) == chosen else None
     if slot is not None and all(held.has(step) == chosen for held in there):
-        return read_slot(regions, step, slot, homes).state, slot
+        return read_slot(regions, step, slot, destinations).state, slot
     state = read_slot(regions, step, slot).state if slot is not None and world.rank == holder else None
-    return broadcast_state(world, state, homes, holder), slot
+    return broadcast_state(world, state, destinations, holder), slot
 
 
 def _own_slots(position: Position, grant: Grant) -> dict[int, Slot]:
@@ -360,7 +367,7 @@ def _newest(
     snapshot: tuple[int, int] | None,
     decision: ResumeDecision,
     recorder: Recorder,
-    homes: Mapping[str, Tensor] = NONE,
+    destinations: Mapping[str, Tensor] = NONE,
     shards: ShardedReading | None = None,
 ) -> _Found:
     """Return what to resume from, which is the first of these that exists:
@@ -389,7 +396,7 @@ def _newest(
     # Do not read a checkpoint that cannot be newer than the snapshot.
     if snapshot is None or snapshot[0] < max(store.steps(), default=0):
         found = store.newest(
-            lambda step: _read(store, step, homes, shards), passed_over, on_unloadable=cannot_load
+            lambda step: _read(store, step, destinations, shards), passed_over, on_unloadable=cannot_load
         )
     # The newest checkpoint may have been damaged, so the one that was found can be older than the snapshot.
     if snapshot is not None and (found is None or found[0] <= snapshot[0]):
@@ -399,7 +406,7 @@ def _newest(
     # Another run owns these, so damaged ones are passed over but not quarantined.
     for directory, step in decision.elsewhere:
         try:
-            return _read(CheckpointStore(directory), step, homes, shards)
+            return _read(CheckpointStore(directory), step, destinations, shards)
         except CorruptCheckpointError as error:
             passed_over(step, str(error))
         except UnloadableError as error:
@@ -416,13 +423,13 @@ def _newest(
 
 
 def _read(
-    store: CheckpointStore, step: int, homes: Mapping[str, Tensor], shards: ShardedReading | None
+    store: CheckpointStore, step: int, destinations: Mapping[str, Tensor], shards: ShardedReading | None
 ) -> _Found:
     info: Mapping[str, Any]
     if shards and is_sharded(store.manifest(step)):
         state, info = shards.read(store, step)
     else:
-        state, info = read_state(store, step, homes)
+        state, info = read_state(store, step, destinations)
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise UnloadableError("the checkpoint's state has no model")
     return _Found(step, state, info=info)

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from tandem.checkpoint.state import flatten
 from tandem.config.slices import ComputeConfig, DataConfig, ExchangeConfig, OptimizationConfig, RunConfig
+from tandem.data.implementations import ShardedData
 from tandem.data.kinds import takes_workers, training_data
 from tandem.data.seeds import seed_model
 from tandem.data.source import BatchReader
-from tandem.data.sources import ShardedData
 from tandem.distributed import strategy as strategies
 from tandem.distributed.devices import cores_of
 from tandem.distributed.group import ProcessGroup
@@ -34,11 +34,11 @@ log = logging.getLogger("tandem.run")
 
 # The task's own state: a checkpoint saves it, and the task can end the run after an evaluation.
 
-REMEMBERING = ("state_dict", "after_evaluation")
+STATEFUL_METHODS = ("state_dict", "after_evaluation")
 
 
 class TaskState:
-    """The task's own state, for tasks that implement a method of REMEMBERING.
+    """The task's own state, for tasks that implement a method of STATEFUL_METHODS.
 
     When a checkpoint and an evaluation are due at the same step, the checkpoint starts first, and the scores
     are added to its manifest. `after_evaluation` is therefore called again when such a checkpoint is loaded.
@@ -60,8 +60,8 @@ class TaskState:
         return bool(self._world.broadcast_json(answer_of(self._task, scores)))
 
     def state(self) -> dict[str, Any]:
-        """Return {"task": ...} for a checkpoint, or {} if the task has none of REMEMBERING."""
-        if not self._task.own.intersection(REMEMBERING):
+        """Return {"task": ...} for a checkpoint, or {} if the task has none of STATEFUL_METHODS."""
+        if not self._task.own.intersection(STATEFUL_METHODS):
             return {}
         return {"task": {"heard": self._heard, "state": self._task.state_dict()}}
 

@@ -176,7 +176,7 @@ def track(options: "Namespace", environ: Environment) -> int:
         )
     # Two senders would send rows twice. With --follow, that of a killed launch may need time to end. A
     # tracker and OpenTelemetry may be sent to at the same time, so they lock different directories.
-    with tracking.alone(run.logs if is_otel else run.folder, wait=options.follow):
+    with tracking.exclusive_sender(run.logs if is_otel else run.folder, wait=options.follow):
         secrets = secrets_in(environ)
         sending = otel.OtelSending(run, secrets, environ) if is_otel else tracking.Sending(run, name, secrets)
         if options.follow:

@@ -183,8 +183,8 @@ class Runner:
             except NothingResumedError:
                 continue
         raise RunFailedError(
-            f"the run of {baseline.step} steps ended {TRIES} times before it could be killed and resumed from "
-            "a saved state; use a larger batch or a larger model",
+            f"the run of {baseline.step} steps ended {TRIES} times before it could be killed and resumed "
+            "from a saved state; use a larger batch or a larger model",
             FAILED,
         )
 

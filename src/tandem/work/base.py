@@ -79,7 +79,7 @@ class Cause:
 
     def __str__(self) -> str:
         who = f"rank {self.rank} on node {self.node} ({self.node_name})"
-        if was_killed(self.code) and not (self.lines and is_of_tandem(self.lines[-1])):
+        if was_killed(self.code) and not (self.lines and is_tandem_error(self.lines[-1])):
             return f"{who} was killed ({signal_name(self.code)})"
         if self.code == PEER_LOST:
             return f"{who} lost its peers"
@@ -89,7 +89,7 @@ class Cause:
         """Return the cause on one line, with the rank's error if its last line has one."""
         last = self.lines[-1] if self.lines else ""
         error = WHOSE.sub("", last)
-        return f"{self}: {error}" if is_of_tandem(last) or ERROR.match(error) else str(self)
+        return f"{self}: {error}" if is_tandem_error(last) or ERROR.match(error) else str(self)
 
     def with_traceback(self) -> str:
         """Return the cause with the last lines of the rank's traceback below it."""
@@ -117,7 +117,7 @@ def _printable(text: str) -> str:
     return printable(text)[:LINE_CHARACTERS]
 
 
-def is_of_tandem(line: str) -> bool:
+def is_tandem_error(line: str) -> bool:
     """Return whether this is the last line of the traceback of an error of tandem."""
     found = WHOSE.match(line)
     return found is not None and found[2] is not None

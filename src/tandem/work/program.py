@@ -42,7 +42,7 @@ from tandem.work.base import (
     WarmUp,
     choose_cause,
     failures,
-    is_of_tandem,
+    is_tandem_error,
     last_words,
     rank_identity,
 )
@@ -135,7 +135,7 @@ class ProgramWorkload:
         position = end.positions[local_rank]
         words = last_words(error_file(end.grant, position.rank), self._run.rank_log(position.rank))
         # A rank that could not save before it stopped exits with 137, but has not been killed.
-        if was_killed(code) and not (words and is_of_tandem(words[-1])):
+        if was_killed(code) and not (words and is_tandem_error(words[-1])):
             # The last output of a killed rank does not explain the kill.
             words = ()
         cause = Cause(position.rank, position.node_rank, position.node_name, code, words)
