@@ -49,6 +49,12 @@ QUESTIONS = (
         "snapshot_cost.json",
         f"Over gloo, two nodes of one rank; an MLP with AdamW.{BY_ROUND}",
     ),
+    Question(
+        "A node is lost, or a rank under fsdp",
+        "node_trials.py",
+        "node_trials.json",
+        "Over gloo, on one machine. A node is killed with its agent and started again at once.",
+    ),
     Question("From the command to the first step", "launch_cost.py", "launch_cost.json", CNN),
     Question(
         "Clock differences, second launches, secrets, signals", "trust_trials.py", "trust_*.json", SMALL
