@@ -129,6 +129,13 @@ ROWS: dict[str, list[list[dict[str, object]]]] = {
             graph("MFU", "percentunit", (series("instance:tandem_mfu:ratio_rate5m"), "{{instance}}")),
             graph("Gradient traffic per rank", "Bps", (rate("tandem_gradient_sync_bytes_total"), "{{instance}}")),
         ],
+        [
+            graph("Wall time of all launches", "s", (series("tandem_run_seconds"), "{{part}}"), stacked=True,
+                  about="where the time went since the first start of the run; steps count once"),
+            graph("What each cause of a restart has cost", "s",
+                  (series("tandem_restart_cost_seconds"), "{{cause}}"), stacked=True,
+                  about="steps redone, time without a launch, and the start that follows"),
+        ],
     ],
     "Stragglers": [
         [

@@ -72,3 +72,13 @@ def test_each_planted_cause_has_its_cost_and_the_parts_add_up(runs: Runs, rounds
     assert causes["hang"].seconds > HANG_SECONDS * rounds
     assert causes["stop"].seconds > 3 * rounds
     assert causes.get("launch killed", Cost(0, 0)).times == rounds - 1  # nothing follows the last one
+
+
+def test_metrics_have_the_time_of_the_launches_before(runs: Runs) -> None:
+    for steps in (20, 40):
+        runs.finish("launch", "run", "--nproc", 1, "--steps", steps)
+    page = (runs.folder / "run" / "metrics.prom").read_text().splitlines()
+    told = dict(line.rsplit(" ", 1) for line in page if line.startswith("tandem_run_seconds"))
+    seconds = {part: float(value) for part, value in told.items()}
+    assert seconds['tandem_run_seconds{part="away"}'] > 0 and seconds['tandem_run_seconds{part="steps"}'] > 0
+    assert sum(seconds.values()) <= ledger_of(RunFiles(runs.folder / "run")).wall + 0.01

@@ -15,16 +15,19 @@ from browser import DESKTOP, PHASES_MS, PHONE, Browser
 from patience import patient
 from prometheus import TASK, until
 from tandem.report.block_reads import block_reads
+from tandem.report.goodput import time_of
 from tandem.report.history import History
 from tandem.report.report import write_report
 from tandem.report.server import MetricsServer
 from tandem.run.directory import RunDir
 from tandem.telemetry import metrics
+from tandem.telemetry.ledger import Cost, Ledger
 from tandem.telemetry.messages import Event, Point, Ranks
 from tandem.telemetry.registry import Registry
 
 pytestmark = [pytest.mark.monitoring, pytest.mark.timeout(300)]
 SCRIPT = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
+TIME = Ledger({"steps": 60.0, "redone": 10.0, "start": 0.0, "away": 30.0}, {SCRIPT: Cost(2, 40.0)})
 
 
 @pytest.fixture
@@ -44,7 +47,8 @@ def hostile(tmp_path: Path) -> Iterator[MetricsServer]:
     history.take(Ranks(rows, SCRIPT))
     status = {"run": SCRIPT, "task": SCRIPT, "state": "training", "platform": SCRIPT, "nodes": 8, "step": 7,
               "steps_planned": 100, "loss": "NaN", "samples_per_second": 5, "restarts": 1, "time": 1e9,
-              "seconds_left": None, "blocks": block_reads(read_by_two_nodes())}  # fmt: skip
+              "seconds_left": None, "blocks": block_reads(read_by_two_nodes()),
+              "goodput": time_of(TIME)}  # fmt: skip
     server = MetricsServer(Registry(), "127.0.0.1", 0, lambda: {**status, **history.now()}, history.curves)
     yield server
     server.close()
@@ -72,6 +76,22 @@ def test_what_is_read_from_object_stores_is_a_row_for_each_node(
     first, second = browser.run(f"{rows}.map(row => [...row.children].map(cell => cell.textContent))")
     assert first == ["0", "3 MiB", "1.5", "40", "5", "0", "1.5 s", "11", "0", "1 GiB of 4 GiB"]
     assert second[:3] == ["1", "1 MiB", "–"], "nothing was needed so far"
+    assert browser.complaints == []
+
+
+def test_where_the_time_of_all_launches_went(browser: Browser, hostile: MetricsServer) -> None:
+    browser.open(f"{hostile.url}/", DESKTOP)
+    browser.wait_for("document.querySelectorAll('#time table').length == 2")
+    rows = browser.run(
+        "[...document.querySelectorAll('#time tbody tr')]"
+        ".map(row => [...row.children].map(cell => cell.textContent))"
+    )
+    assert rows == [
+        ["steps that count", "60 s", "60.0 %"],
+        ["steps repeated or cut short", "10 s", "10.0 %"],
+        ["no launch was running", "30 s", "30.0 %"],
+        [SCRIPT, "2", "40 s", "40.0 %"],
+    ]
     assert browser.complaints == []
 
 
@@ -103,6 +123,7 @@ def test_without_object_stores_the_page_has_no_such_table(browser: Browser, tmp_
         browser.open(f"{server.url}/")
         browser.wait_for("document.querySelector('#state')?.textContent == 'training'")
         assert browser.run("document.querySelector('#blocks').hidden")
+        assert browser.run("document.querySelector('#time').hidden")
     finally:
         server.close()
 

@@ -189,3 +189,24 @@ def test_what_a_person_reads(tmp_path: Path) -> None:
 def test_showing_and_removing_are_two_commands(flag: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="type two commands"):
         cli.run("runs", [str(tmp_path), "--goodput", flag], {})
+
+
+def test_the_total_has_the_launches_before_this_one_as_well(tmp_path: Path) -> None:
+    path = tmp_path / "goodput.jsonl"
+    first = LedgerFile(path, 1000.0, 0.0)
+    first.enter("train", 10.0)
+    first.closed("stop", 30.0)
+    first.write(30.0)
+    with path.open("ab") as file:
+        file.write(b"[1]".ljust(LINE_BYTES - 1) + b"\n" + b"{no JSON".ljust(LINE_BYTES - 1) + b"\n")
+    second = LedgerFile(path, 1050.0, 0.0)
+    second.enter("train", 5.0)
+    assert second.total(15.0).wall == 15, "the volume has not been read yet"
+    second.write(15.0)
+    found = second.total(16.0)
+    assert found.wall == 66, "30 s, 20 s away, 16 s"
+    assert found.parts["away"] == 20 and found.parts["start"] == 15
+    assert found.causes == {"stop": Cost(1, 45)}
+    told = {(name, *labels.values()): value for name, labels, value in found.samples()}
+    assert told["tandem_run_seconds", "away"] == 20
+    assert told["tandem_restart_cost_seconds", "stop"] == 45

@@ -21,6 +21,7 @@ from tandem.platforms.placement import Placement
 from tandem.report.about import About
 from tandem.report.access import Access
 from tandem.report.block_reads import block_reads
+from tandem.report.goodput import time_of
 from tandem.report.history import History
 from tandem.report.inspection_paths import Ask
 from tandem.report.server import MetricsServer
@@ -86,6 +87,7 @@ class NodeView:
         age = agent_state.process_age_seconds()
         self._activities = agent_state.Activities(self._began - age)
         self._ledger = LedgerFile(run.folder / layout.GOODPUT, time.time() - age, self._began - age)
+        self._time: Mapping[str, object] = {}  # as the pages show it; none on other nodes
         self._replays = agent_state.Replays()
         self.socket_path = scratch / "samples.sock"
         self.metrics = Registry(node=placement.node_rank)
@@ -258,6 +260,13 @@ class NodeView:
     def _write_ledger(self) -> None:
         with reporting("write goodput.jsonl"):
             self._ledger.write(time.monotonic())
+        self._account()
+
+    def _account(self) -> None:
+        """Show where the wall time went, on the page and as metrics."""
+        now = self._ledger.total(time.monotonic())
+        self._time = time_of(now)
+        self.metrics.apply(now.samples())
 
     def _write_verdict(self) -> None:
         """Log what limits this launch, if anything does, and add it to the summary."""
@@ -333,6 +342,7 @@ class NodeView:
             "checkpoint_every": self._settings.checkpoint.checkpoint_every,
             "blocks": block_reads(self.metrics),
             "verdict": self._verdict(),
+            "goodput": self._time,
             "time": time.time(),
             **(self._about.hidden(self._history.now()) if self._history is not None else {}),
         }
@@ -428,6 +438,7 @@ class NodeView:
             with suppress(OSError):  # the journal and the saves say what is wrong with the volume
                 health.write_run_health(self._run.folder, self._health())
                 self._ledger.write(time.monotonic())
+            self._account()
             if self._closing.wait(RUN_HEALTH_SECONDS):
                 return
 

@@ -27,9 +27,8 @@ MEANING = {
 """What a person reads for each of PARTS."""
 
 
-def time_in(files: RunFiles) -> dict[str, object]:
-    """Return what a report shows: [what, seconds] of the parts, and [cause, times, seconds]."""
-    ledger = ledger_of(files)
+def time_of(ledger: Ledger) -> dict[str, object]:
+    """Return what both pages show: [what, seconds] of the parts, and [cause, times, seconds]."""
     return {
         "parts": [[MEANING[part], seconds] for part, seconds in ledger.parts.items() if seconds],
         "causes": [[cause, *cost] for cause, cost in ledger.causes.items()],

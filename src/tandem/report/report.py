@@ -15,7 +15,7 @@ from tandem.errors import ConfigError, TandemError
 from tandem.log import counted, printable
 from tandem.report.about import About
 from tandem.report.access import OPEN_PATHS, Access
-from tandem.report.goodput import time_in
+from tandem.report.goodput import ledger_of, time_of
 from tandem.report.history import History
 from tandem.report.pages import report_page, report_policy
 from tandem.report.runs import find_runs
@@ -145,7 +145,7 @@ def _read_run(run: RunDir, copied: RunDir, secrets: Sequence[str]) -> dict[str, 
         "verdict": verdict(measured(files.text(layout.METRICS_PAGE), settings)),
         "phases": _phases(points),
         "activities": _activities(files.text(layout.METRICS_PAGE)),
-        "time": time_in(files),
+        "time": time_of(ledger_of(files)),
         "checkpoints": [] if linked else now["checkpoints"],
         "events": noted.hidden(events),
         # The newest event comes first.

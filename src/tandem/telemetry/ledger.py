@@ -7,7 +7,8 @@ steps at which the later periods begin.
 
 import json
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 from tandem.telemetry.journal import write_bytes_atomic
 from tandem.telemetry.meter import ACTIVITIES, ActivityClock
 from tandem.telemetry.metrics import (
+    RESTART_COST_SECONDS,
+    RUN_SECONDS,
     STEP_DURATION_SECONDS,
     STEP_PHASE_SECONDS,
     STRAGGLER_EXCESS_SECONDS,
@@ -129,6 +132,12 @@ class Ledger:
     def wall(self) -> float:
         return sum(self.parts.values())
 
+    def samples(self) -> list[Sample]:
+        """Return the ledger as metrics."""
+        parts = [RUN_SECONDS.set(seconds, part=part) for part, seconds in self.parts.items()]
+        costs = [RESTART_COST_SECONDS.set(cost.seconds, cause=name) for name, cost in self.causes.items()]
+        return parts + costs
+
 
 def account(periods: Sequence[Period]) -> Ledger:
     """Return where the wall time of these periods went; they are in the order of time."""
@@ -221,6 +230,7 @@ class LedgerFile:
         self._excess = 0.0  # what a straggler costs a step
         self._writing = threading.Lock()
         self._base: int | None = None  # where in the file the first line of this launch is
+        self._earlier: list[Period] = []  # of the launches before this one, from the file
         self._written: list[bytes] = []
 
     def enter(self, activity: str, now: float) -> None:
@@ -287,12 +297,18 @@ class LedgerFile:
             self._charge(now)
             return list(self._periods)
 
+    def total(self, now: float) -> Ledger:
+        """Return where the wall time went: of all launches from the first `write` on, before of this one."""
+        return account([*self._earlier, *self.periods(now)])
+
     def write(self, now: float) -> None:
         """Write the lines that have changed. Raises OSError."""
         with self._writing:
             lines = [_line(period) for period in self.periods(now)]
             if self._base is None:
-                self._base = _end_of_whole_lines(self._path)
+                lines_before = _whole_lines(self._path)
+                self._earlier = periods_in(_records(lines_before))
+                self._base = len(lines_before)
             with open(self._path, "r+b" if self._path.exists() else "w+b", buffering=0) as file:
                 for number, line in enumerate(lines):
                     if self._written[number : number + 1] != [line]:
@@ -324,16 +340,25 @@ def _line(period: Period) -> bytes:
     return json.dumps(record).encode().ljust(LINE_BYTES - 1) + b"\n"
 
 
-def _end_of_whole_lines(path: Path) -> int:
-    """Return where the next line begins. Drops the older half of a file that is full, and a torn line."""
+def _whole_lines(path: Path) -> bytes:
+    """Return the lines of a file. Drops the older half of a file that is full, and a torn line."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        return 0
+        return b""
     lines = [line + b"\n" for line in content.split(b"\n")[:-1] if len(line) == LINE_BYTES - 1]
     if len(lines) >= MOST_LINES:
         lines = lines[-MOST_LINES // 2 :]
     whole = b"".join(lines)
     if whole != content:
         write_bytes_atomic(path, whole)
-    return len(whole)
+    return whole
+
+
+def _records(lines: bytes) -> Iterator[dict[str, Any]]:
+    for line in lines.splitlines():
+        # Someone may have edited the file; a report skips such a line, too.
+        with suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict):
+                yield record

@@ -181,6 +181,11 @@ GRADIENT_SYNC_BYTES = Counter("gradient_sync_bytes", "Gradient bytes handed to t
 ACTIVITY_SECONDS = Counter("activity_seconds",
     "Wall time by activity; adds up to the time since launch.", "time", labels(activity=ACTIVITIES))
 
+RUN_SECONDS = Gauge("run_seconds",
+    "Wall time of all launches of the run by part, as in tandem runs --goodput.", "time", labels("part"))
+RESTART_COST_SECONDS = Gauge("restart_cost_seconds",
+    "Steps redone, time away and restarts by their cause, in all launches.", "time", labels("cause"))
+
 RANK_COMPUTE_SECONDS_MIN = Gauge("rank_compute_seconds_min",
     "Own time of the fastest rank in a typical step.", "stragglers")
 RANK_COMPUTE_SECONDS_MEDIAN = Gauge("rank_compute_seconds_median",

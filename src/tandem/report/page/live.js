@@ -59,6 +59,8 @@ function show(run) {
   showRanks(run.ranks ?? []);
   $("blocks").hidden = !run.blocks?.length;
   whenNew($("blocks"), run.blocks ?? [], blockTable);
+  $("time").hidden = !run.goodput?.parts?.length;
+  if (run.goodput?.parts?.length) whenNew($("time"), run.goodput, timeSection);
   checkpointTable($("checkpoints"), run.checkpoints, run.time);
   whenNew($("events"), run.events ?? [], eventList);
 }

@@ -38,6 +38,18 @@ function phaseSection(parent, title, phases) {
   phaseLegend(parent, name => ` ${percent((phases[name] || 0) / whole)}`);
 }
 
+// The wall time of all launches by part, and what each cause of a restart has cost; see report/goodput.py.
+function timeSection(parent, {parts, causes}) {
+  const whole = parts.reduce((sum, [, value]) => sum + value, 0);
+  add(parent, "h2", "Where the wall time of all launches went");
+  table(parent, [["part", ""], ["time", "number"], ["share", "number"]],
+    parts.map(([what, value]) => [what, seconds(value), percent(value / whole)]), "Wall time of all launches");
+  if (!causes.length) return;
+  add(parent, "h2", "What each cause of a restart has cost");
+  table(parent, [["cause", ""], ["times", "number"], ["time", "number"], ["share", "number"]],
+    causes.map(([cause, times, value]) => [cause, number(times), seconds(value), percent(value / whole)]), "Cost of causes");
+}
+
 function checkpointTable(parent, checkpoints, now) {
   parent.replaceChildren();
   add(parent, "h2", "Checkpoints");

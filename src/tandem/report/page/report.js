@@ -35,17 +35,6 @@ function comparison(parent) {
   new Board(parent).show(chartsOf(runs));
 }
 
-function timeSection(parent, {parts, causes}) {
-  const whole = parts.reduce((sum, [, value]) => sum + value, 0);
-  add(parent, "h2", "Where the wall time of all launches went");
-  table(parent, [["part", ""], ["time", "number"], ["share", "number"]],
-    parts.map(([what, value]) => [what, seconds(value), percent(value / whole)]), "Wall time of all launches");
-  if (!causes.length) return;
-  add(parent, "h2", "What each cause of a restart has cost");
-  table(parent, [["cause", ""], ["times", "number"], ["time", "number"], ["share", "number"]],
-    causes.map(([cause, times, value]) => [cause, number(times), seconds(value), percent(value / whole)]), "Cost of causes");
-}
-
 function full(parent, run) {
   cards(add(parent, "div", "", "cards"), run.cards.map(([name, value]) => [name, timed(name, value)]));
   new Board(parent).show(chartsOf([run]));
