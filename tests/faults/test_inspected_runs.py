@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 from small_runs import Runs
 
+from json_shapes import shape
 from patience import patient
 from program_files import program_text
 
 pytestmark = pytest.mark.timeout(300)
+GOLDEN = Path(__file__).parents[1] / "unit" / "golden"
 
 
 def verb(runs: Runs, *words: object) -> tuple[int, str]:
@@ -102,6 +104,10 @@ def test_a_task_is_looked_into_while_it_trains(runs: Runs) -> None:
     code, said = verb(runs, "profile", "run", "--steps", 4)
     assert code == 0, said
     check_trace(runs.folder / "run", ranks=2, steps=4)
+    for words in (("stacks",), ("profile", "--steps", 2), ("memory", "--seconds", 1)):
+        code, said = verb(runs, words[0], "run", *words[1:], "--json")
+        golden = json.loads((GOLDEN / f"{words[0]}.json").read_text())
+        assert code == 0 and shape(json.loads(said)) == golden, json.dumps(shape(json.loads(said)), indent=2)
     log = (runs.folder / "run" / "log" / "node-0.log").read_text()
     (address,) = re.findall(r"live page at http://([\d.:]+)/", log)
     assert posted(address, {"X-Tandem": "test"})[0] == 401

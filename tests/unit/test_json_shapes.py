@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from json_shapes import merged, shape
 from tandem import cli
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import Settings
@@ -14,32 +15,6 @@ from tandem.errors import ConfigError
 
 GOLDEN = Path(__file__).parent / "golden"
 DOCS = Path(__file__).parents[2] / "docs" / "json.md"
-BY_NAME = ("settings", "scores", "eval", "facts", "digests", "seconds", "causes")
-"""Objects whose keys differ from run to run."""
-
-
-def shape(value: Any, name: str = "") -> Any:
-    """The types of a document: `NAME` stands for keys that differ from run to run."""
-    if isinstance(value, dict):
-        inner = {key: shape(each, key) for key, each in value.items()}
-        return {"NAME": merged(list(inner.values()))} if name in BY_NAME and inner else inner
-    if isinstance(value, list):
-        return [merged([shape(each) for each in value])] if value else []
-    if isinstance(value, bool):
-        return "true or false"
-    return "null" if value is None else "text" if isinstance(value, str) else "number"
-
-
-def merged(shapes: list[Any]) -> Any:
-    if all(isinstance(each, dict) for each in shapes):
-        keys = list(dict.fromkeys(key for each in shapes for key in each))
-        return {key: merged([each[key] for each in shapes if key in each]) for key in keys}
-    if all(isinstance(each, list) for each in shapes):
-        inner = [part for each in shapes for part in each]
-        return [merged(inner)] if inner else []
-    words = {word for each in shapes for word in each.replace("true or false", "yes/no").split(" or ")}
-    ordered = sorted(words, key=lambda word: (word == "null", word))
-    return " or ".join(ordered).replace("yes/no", "true or false")
 
 
 def run(verb: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
@@ -161,6 +136,8 @@ VERBS: dict[str, Callable[[Path, pytest.CaptureFixture[str]], Any]] = {
 }
 COMMANDS = {"verify-resume-command": of_audit, "runs-goodput": of_goodput}
 """What a verb prints for another kind of target."""
+RUNNING = ("memory", "profile", "stacks")
+"""Verbs that need a running run; tests/faults/test_inspected_runs.py compares their output."""
 
 
 @pytest.mark.parametrize("verb", [*VERBS, *COMMANDS])
@@ -172,14 +149,20 @@ def test_the_shape_is_the_golden_one(verb: str, tmp_path: Path, capsys: pytest.C
     assert f"```json\n{golden.strip()}\n```" in DOCS.read_text()
 
 
+@pytest.mark.parametrize("verb", RUNNING)
+def test_the_page_has_the_golden_shape(verb: str) -> None:
+    assert f"```json\n{(GOLDEN / f'{verb}.json').read_text().strip()}\n```" in DOCS.read_text()
+
+
 def test_every_verb_with_json_has_a_golden_file() -> None:
     with_json = {verb for verb in cli.VERBS if "--json" in cli.parser_of(verb)._option_string_actions}
-    assert with_json == set(VERBS) == {path.stem for path in GOLDEN.glob("*.json")} - set(COMMANDS)
+    golden = {path.stem for path in GOLDEN.glob("*.json")} - set(COMMANDS)
+    assert with_json == {*VERBS, *RUNNING} == golden
 
 
-@pytest.mark.parametrize("verb", sorted(VERBS))
+@pytest.mark.parametrize("verb", sorted([*VERBS, *RUNNING]))
 def test_json_is_a_switch(verb: str) -> None:
-    of_a_run = dict.fromkeys(("eval", "runs", "health"), ["run"])
+    of_a_run = dict.fromkeys(("eval", "runs", "health", *RUNNING), ["run"])
     first = {"checkpoints": ["ls", "run"], "check": ["a.py"], **of_a_run}.get(verb, [])
     with pytest.raises(ConfigError) as caught:
         cli.parser_of(verb).read([*first, "--json", "found.json"])

@@ -1,11 +1,11 @@
 """The verbs that look inside the ranks of a running run. They import what they need when they are called."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.errors import FAILED, FINISHED
-from tandem.verbs.verb import Environment, Verb
+from tandem.verbs.verb import JSON, Environment, Verb, print_json
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -20,12 +20,15 @@ def _ask(options: "Namespace", action: str, asked: Mapping[str, float]) -> dict[
     return ask(RunDir(options.run_dir), action, asked)
 
 
-def _shown(result: Mapping[str, Any], text: str) -> int:
-    """Print the text of a result; return 1 if a rank gave no answer."""
+def _print(result: Mapping[str, Any], as_json: bool, text: Callable[[Mapping[str, Any]], str]) -> int:
+    """Print a result; return 1 if a rank gave no answer."""
     from tandem.log import printable
 
-    # A script may name its functions and threads as it likes.
-    print("\n".join(map(printable, text.split("\n"))))
+    if as_json:
+        print_json(result)
+    else:
+        # A script may name its functions and threads as it likes.
+        print("\n".join(map(printable, text(result).split("\n"))))
     return FAILED if any(row.get("error") for row in result["answers"]) else FINISHED
 
 
@@ -34,7 +37,7 @@ def stacks(options: "Namespace", environ: Environment) -> int:
     from tandem.report.inspected import stacks_text
 
     result = _ask(options, "stacks", {"native": 1} if options.native else {})
-    return _shown(result, stacks_text(result, options.all_threads))
+    return _print(result, options.json, lambda found: stacks_text(found, options.all_threads))
 
 
 def stacks_options(parser: "Parser") -> None:
@@ -42,6 +45,7 @@ def stacks_options(parser: "Parser") -> None:
     parser.option("--all-threads", bool, "show all threads of each rank, not only the main thread")
     text = "add native frames by py-spy, if it is installed; it stops each rank for about a second"
     parser.option("--native", bool, text)
+    parser.option("--json", bool, JSON)
 
 
 def profile(options: "Namespace", environ: Environment) -> int:
@@ -49,7 +53,7 @@ def profile(options: "Namespace", environ: Environment) -> int:
     from tandem.report.inspected import profile_text
 
     result = _ask(options, "profile", {"steps": options.steps})
-    return _shown(result, profile_text(result))
+    return _print(result, options.json, profile_text)
 
 
 def profile_options(parser: "Parser") -> None:
@@ -57,6 +61,7 @@ def profile_options(parser: "Parser") -> None:
 
     _run_argument(parser)
     parser.option("--steps", Count, "number of steps to record", 5)
+    parser.option("--json", bool, JSON)
 
 
 def memory(options: "Namespace", environ: Environment) -> int:
@@ -64,7 +69,7 @@ def memory(options: "Namespace", environ: Environment) -> int:
     from tandem.report.inspected import memory_text
 
     result = _ask(options, "memory", {"seconds": options.seconds})
-    return _shown(result, memory_text(result))
+    return _print(result, options.json, memory_text)
 
 
 def memory_options(parser: "Parser") -> None:
@@ -72,6 +77,7 @@ def memory_options(parser: "Parser") -> None:
 
     _run_argument(parser)
     parser.option("--seconds", Count, "how long to watch allocations; this slows Python on CPU ranks", 3)
+    parser.option("--json", bool, JSON)
 
 
 def _run_argument(parser: "Parser") -> None:
@@ -81,21 +87,21 @@ def _run_argument(parser: "Parser") -> None:
 VERBS: Mapping[str, Verb] = {
     "stacks": Verb(
         stacks,
-        "RUN_DIR [--all-threads] [--native]",
+        "RUN_DIR [--all-threads] [--native] [--json]",
         "show where every rank of a running run is: file and line",
         stacks_options,
         takes_settings=False,
     ),
     "profile": Verb(
         profile,
-        "RUN_DIR [--steps N]",
+        "RUN_DIR [--steps N] [--json]",
         "record the next steps of all ranks of a running run in one trace",
         profile_options,
         takes_settings=False,
     ),
     "memory": Verb(
         memory,
-        "RUN_DIR [--seconds N]",
+        "RUN_DIR [--seconds N] [--json]",
         "show what the memory of every rank of a running run holds",
         memory_options,
         takes_settings=False,
