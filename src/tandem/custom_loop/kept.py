@@ -60,6 +60,7 @@ class Differences:
         first = ranks[0]
         found = [name for name in first if any(rank.get(name) != first[name] for rank in ranks)]
         new = [name for name in found if name not in self._reported]
+        # On all ranks alike, so that they need no other exchange to agree on what is new.
         self._reported.update(new)
         if not new or not self._world.is_first:
             return
