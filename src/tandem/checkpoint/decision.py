@@ -34,7 +34,10 @@ def checkpoints_of(run: str | PurePath) -> CheckpointStore:
 
     Raises ConfigError if it is a symbolic link in the run.
     """
-    path = address(run)
+    return _checkpoints_in(address(run))
+
+
+def _checkpoints_in(path: PurePath) -> CheckpointStore:
     if is_linked(path):
         raise ConfigError(f"{path}: {LINKED}; give the directory it points to")
     inner = CheckpointStore(path / layout.CHECKPOINTS)
@@ -60,7 +63,7 @@ def locate(text: str) -> tuple[CheckpointStore, int | None]:
     if step is None and (match := STEP_NAME.fullmatch(path.name)):
         path = path.parent
         step = int(match[1])
-    store = checkpoints_of(path)
+    store = _checkpoints_in(path)
     steps = store.steps()
     if not steps:
         raise ConfigError(f"{store.directory} contains no checkpoint; give a run that has saved one")
