@@ -37,7 +37,7 @@ from tandem.checkpoint.state import flatten
 from tandem.checkpoint.store import CheckpointStore
 from tandem.distributed import strategy as strategies
 from tandem.distributed.group import ProcessGroup
-from tandem.distributed.notices import StoreNotices
+from tandem.distributed.group_store import StoreNotices
 from tandem.distributed.position import Connection, Position
 
 WIDTH = 1024

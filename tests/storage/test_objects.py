@@ -14,8 +14,7 @@ from servers import SERVERS, ObjectServer
 from tandem.checkpoint.decision import checkpoints_of, locate
 from tandem.checkpoint.listing import list_checkpoints
 from tandem.checkpoint.retention import Retention
-from tandem.checkpoint.sharded import divided, file_name, read_rows, read_state, write_parts
-from tandem.checkpoint.shards import shard
+from tandem.checkpoint.sharded import divided, file_name, read_rows, read_state, shard, write_parts
 from tandem.checkpoint.state import serialize
 from tandem.checkpoint.storage import _cached_remote, remote_at
 from tandem.checkpoint.storage.notes import notes_at

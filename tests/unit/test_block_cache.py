@@ -20,10 +20,9 @@ from shards import write_shard
 from tandem.data import block_fetcher, ranges, tar_blocks
 from tandem.data.block_cache import LOCKS, PART, BlockCache, contents
 from tandem.data.block_fetcher import OUTCOMES
-from tandem.data.block_metrics import BlockMetrics
 from tandem.data.ranges import RangeReader
 from tandem.data.tar_index import StoredBlock, index_shards, read_index
-from tandem.data.tar_shards import TarBlocks
+from tandem.data.tar_shards import BlockMetrics, TarBlocks
 from tandem.errors import ConfigError, DataUnavailableError
 from tandem.report.block_reads import block_reads
 from tandem.telemetry.metrics import REQUEST_OUTCOMES

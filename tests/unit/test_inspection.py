@@ -23,11 +23,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from program_files import program_text
 from tandem import cli, layout
 from tandem.errors import ConfigError
-from tandem.launch.clock_offsets import Offset, measure
-from tandem.launch.clock_offsets import answer as answer_clock
 from tandem.launch.inspection import KEY, LocalRanks, RemoteNodes, _packed, _requests, send_chunks
 from tandem.launch.inspection_socket import InspectionSocket
-from tandem.launch.recordings import keep_snapshots
+from tandem.launch.recordings import Offset, answer_clock, keep_snapshots, measure_clock
 from tandem.report.inspected import memory_text, stacks_text
 from tandem.report.traces import merged
 from tandem.run.directory import RunDir
@@ -192,7 +190,7 @@ def test_the_clock_of_another_node_is_measured_through_the_store() -> None:
     def measured(ahead: int) -> Offset | None:
         other = threading.Thread(target=answer_clock, args=(theirs, "a", lambda: time.time_ns() + ahead))
         other.start()
-        found = measure(server, "a")
+        found = measure_clock(server, "a")
         other.join(timeout=30)
         return found
 

@@ -110,7 +110,7 @@ def test_restarts_are_counted_over_launches(events: list[dict[str, Any]], counte
     assert Restarts(events).by_reason == counted
     restarts = Restarts(events[:2])
     for event in events[2:]:
-        restarts.take(event["kind"], event)
+        restarts.count(event["kind"], event)
     stops = counted.get("preemption", 0)
     assert (restarts.total, restarts.planned_stops) == (sum(counted.values()) - stops, stops)
     registry = Registry()

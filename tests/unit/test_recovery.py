@@ -9,8 +9,8 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.checkpoint.decision import ResumeDecision
-from tandem.distributed.out_of_memory import OutOfMemory
 from tandem.distributed.position import Position
+from tandem.distributed.restart_notes import OutOfMemory
 from tandem.launch.recovery import Recovery
 from tandem.platforms.placement import Placement
 from tandem.telemetry.messages import RunStarted

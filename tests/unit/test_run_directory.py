@@ -11,7 +11,7 @@ from tandem.config import Settings
 from tandem.errors import ConfigError, RunTakenError
 from tandem.platforms.placement import Placement
 from tandem.run.directory import RunDir
-from tandem.run.lease import Token
+from tandem.run.lease import Token, held
 from tandem.script.job import Program
 from tandem.work.program import job_of
 
@@ -64,7 +64,7 @@ def test_the_default_is_for_laptops_alone_and_what_is_recorded_is_absolute(
 
 
 def test_only_who_has_a_token_is_checked(tmp_path: Path) -> None:
-    with RunDir(tmp_path / "run").lease(LAPTOP) as mine:
+    with held(tmp_path / "run", LAPTOP) as mine:
         assert mine.token is not None
         RunDir(tmp_path / "run", mine.token).checkpoints.save(1, b"x", {})
         stale = RunDir(tmp_path / "run", Token(mine.token.number, "another word"))

@@ -12,8 +12,16 @@ import torch
 
 from tandem.checkpoint import sharded
 from tandem.checkpoint.manifest import is_sharded, seal
-from tandem.checkpoint.sharded import divided, file_name, read_rows, read_state, write_parts
-from tandem.checkpoint.shards import SHARD, VALUES, shard
+from tandem.checkpoint.sharded import (
+    SHARD,
+    VALUES,
+    divided,
+    file_name,
+    read_rows,
+    read_state,
+    shard,
+    write_parts,
+)
 from tandem.checkpoint.state import serialize
 from tandem.checkpoint.storage.protocol import STATE, Sink
 from tandem.checkpoint.store import CheckpointStore

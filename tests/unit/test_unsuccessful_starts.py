@@ -14,7 +14,7 @@ from tandem.timeouts import STEADY_SECONDS
 
 
 def crash_loop(run: Path, steady: float = STEADY_SECONDS, wait: float = 0.0) -> CrashLoop:
-    return CrashLoop(run, run, RunDir(run).checkpoints, steady=steady, backoff=lambda starts: wait)
+    return CrashLoop(RunDir(run), steady=steady, backoff=lambda starts: wait)
 
 
 def begin(run: Path, allowed: int = 3, steady: float = STEADY_SECONDS) -> CrashLoop:
@@ -103,7 +103,7 @@ def test_a_stop_ends_the_wait(tmp_path: Path) -> None:
 
 
 def test_the_count_of_a_run_that_was_taken_over_is_its_new_owners(tmp_path: Path) -> None:
-    starts = RunDir(tmp_path).crash_loop(lambda: False)
+    starts = CrashLoop(RunDir(tmp_path), lambda: False)
     starts.begin(3, lambda: False)
     starts.end(200, "", generations=1)
     assert not (tmp_path / STARTS).exists()

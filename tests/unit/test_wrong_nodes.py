@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from tandem.errors import ReplayMismatchError
-from tandem.rank.wrong_nodes import leaving_out
+from tandem.rank.restarts import leaving_out
 
 STORE = ("127.0.0.1", 1, "generation/1")
 

@@ -34,7 +34,10 @@ def checkpoints_of(run: str | PurePath) -> CheckpointStore:
 
     Raises ConfigError if it is a symbolic link in the run.
     """
-    path = address(run)
+    return _checkpoints_in(address(run))
+
+
+def _checkpoints_in(path: PurePath) -> CheckpointStore:
     if is_linked(path):
         raise ConfigError(f"{path}: {LINKED}; give the directory it points to")
     inner = CheckpointStore(path / layout.CHECKPOINTS)
@@ -60,7 +63,7 @@ def locate(text: str) -> tuple[CheckpointStore, int | None]:
     if step is None and (match := STEP_NAME.fullmatch(path.name)):
         path = path.parent
         step = int(match[1])
-    store = checkpoints_of(path)
+    store = _checkpoints_in(path)
     steps = store.steps()
     if not steps:
         raise ConfigError(f"{store.directory} contains no checkpoint; give a run that has saved one")
@@ -111,7 +114,7 @@ class ResumeDecision:
 
 
 def decide_resume(settings: Settings, store: CheckpointStore) -> ResumeDecision:
-    """Decide where to begin. The first rule that applies decides:
+    """Decide where to begin, and log it. The first rule that applies decides:
 
     1. `--resume never`: fresh. The contents of `store` are moved to a sibling, checkpoints-before-<UTC time>.
     2. `--resume PATH[@STEP]`, and the newest checkpoint here has exactly these settings: the platform has
@@ -130,6 +133,28 @@ def decide_resume(settings: Settings, store: CheckpointStore) -> ResumeDecision:
     Raises ConfigError (no checkpoint, different fingerprint) and CheckpointError (damaged PATH@STEP, failing
     volume).
     """
+    decision = _first_that_applies(settings, store)
+    if decision.kind == "complete":
+        log.info(
+            "the run in %s already finished at step %s; raise --epochs or --steps to continue",
+            store.directory.parent,
+            f"{decision.step:,}",
+        )
+        return decision
+    for change in decision.changes:
+        log.info("changed since the checkpoint: %s", change)
+    if decision.micro_batch is not None:
+        log.info(
+            "micro-batches of at most %d, because larger ones ran out of memory before the checkpoint; "
+            "--micro-batch-size sets another size",
+            decision.micro_batch,
+        )
+    if decision.moved_to is not None:
+        log.info("earlier checkpoints were moved to %s", decision.moved_to)
+    return decision
+
+
+def _first_that_applies(settings: Settings, store: CheckpointStore) -> ResumeDecision:
     if settings.checkpoint.resume == "never":
         return ResumeDecision("fresh", moved_to=store.move_aside())
     if settings.checkpoint.resume not in ("auto", "required"):

@@ -1,5 +1,8 @@
 """Checkpoints of which each rank writes its own file. The format is described in docs/checkpoints.md.
 
+In the state of a rank, a sharded tensor is {SHARD: [shape of the whole, first row], VALUES: its rows}. These
+are plain containers, so snapshots and checkpoints can keep it like any other state.
+
 A rank's file has the bytes of its rows, one range after another, and then an index of the ranges in JSON. The
 state's file has everything else; there, {SHARD: [shape, dtype]} represents a sharded tensor.
 """
@@ -7,7 +10,7 @@ state's file has everything else; there, {SHARD: [shape, dtype]} represents a sh
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +19,6 @@ from torch import Tensor
 from tandem.bounded_reader import count, text
 from tandem.checkpoint.manifest import check_size, is_sharded, shard_entries
 from tandem.checkpoint.pinned import ALIGNMENT
-from tandem.checkpoint.shards import SHARD, VALUES, Path, mapped_shards, shard
 from tandem.checkpoint.snapshot import NO_DESTINATIONS
 from tandem.checkpoint.state import (
     MOST_NAMES,
@@ -31,12 +33,39 @@ from tandem.checkpoint.storage.protocol import Sink, StorageReader
 from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import CheckpointError, CorruptCheckpointError, UnloadableError
 
+SHARD = "tandem_shard"
+VALUES = "values"
+
+Path = tuple[Any, ...]
+"""The keys that lead to a value in a state."""
+
 Parts = dict[str, dict[str, Any]]
 """The shards of a rank by name, such as {"model/first.weight": shard(...)}."""
 Rows = Callable[[int], tuple[int, int]]
 """(rows of a whole tensor) -> (first row, number of rows) to read."""
 PIECE_BYTES = 8 * 2**20
 LARGEST_INDEX_BYTES = 256 * 2**20
+
+
+def shard(shape: Sequence[int], first: int, values: Tensor) -> dict[str, Any]:
+    """Return what represents a tensor of `shape` in the state of a rank that has its rows from `first` on."""
+    return {SHARD: [list(shape), first], VALUES: values}
+
+
+def is_shard(value: object) -> bool:
+    """Return True for the result of `shard`."""
+    return isinstance(value, dict) and value.keys() == {SHARD, VALUES}
+
+
+def mapped_shards(state: Any, change: Callable[[Path, dict[str, Any]], Any], path: Path = ()) -> Any:
+    """Copy dicts, lists and tuples; replace every shard by `change(path, shard)`."""
+    if is_shard(state):
+        return change(path, state)
+    if isinstance(state, dict):
+        return {key: mapped_shards(value, change, (*path, key)) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(mapped_shards(value, change, (*path, at)) for at, value in enumerate(state))
+    return state
 
 
 def all_rows(length: int) -> tuple[int, int]:

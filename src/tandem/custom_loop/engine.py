@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from tandem.checkpoint.decision import ResumeDecision
+from tandem.checkpoint.decision import ResumeDecision, decide_resume
 from tandem.config import Settings
 from tandem.custom_loop.backward import Backward
 from tandem.custom_loop.batches import Batches, MicroBatches
@@ -252,7 +252,7 @@ class Engine:
         """
         if self.session.grant.restart and self.settings.checkpoint.resume == "never":
             return ResumeDecision("fresh")
-        return self.session.run.decide(self.settings.replace(steps=NO_END))
+        return decide_resume(self.settings.replace(steps=NO_END), self.session.run.checkpoints)
 
 
 class LoopLeftError(TandemError):

@@ -35,9 +35,9 @@ from tandem.distributed.replica import Replica
 from tandem.errors import ConfigError
 from tandem.telemetry.recorder import Recorder
 from tandem.training.buffers import adopt_buffers, has_saved_buffers
+from tandem.training.loading import check_shapes
 from tandem.training.optim import check_groups, groups_of
 from tandem.training.replicas import checksum
-from tandem.training.shapes import check_shapes
 from tandem.training.train_state import indices_outside, parameter_names
 
 # Check that values that should be equal on all ranks are: a checkpoint contains only rank 0's.
@@ -60,6 +60,7 @@ class Differences:
         first = ranks[0]
         found = [name for name in first if any(rank.get(name) != first[name] for rank in ranks)]
         new = [name for name in found if name not in self._reported]
+        # On all ranks alike, so that they need no other exchange to agree on what is new.
         self._reported.update(new)
         if not new or not self._world.is_first:
             return

@@ -2,15 +2,17 @@
 
 Once the group is open, it compares all settings (`ProcessGroup.check_same_settings`). The backend must be
 compared earlier: a rank that opens NCCL and one that opens gloo would wait for each other until a timeout.
+`StoreNotices` uses the same store while the group is open.
 """
 
 import contextlib
+import json
 import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -310,3 +312,23 @@ def _name(position: Position) -> str:
 
 def _key(rank: int) -> str:
     return f"connecting/{rank}"
+
+
+class StoreNotices:
+    """The `ShardNotices` of a generation. Raises the store's RuntimeError if it is gone."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = PrefixStore("tandem-saves", store)
+
+    def set(self, key: str, value: object) -> None:
+        self._store.set(key, json.dumps(value))
+
+    def get_all(self, keys: Sequence[str]) -> list[Any] | None:
+        # A get would wait, and block the client that the process group uses, too.
+        if not self._store.check(list(keys)):
+            return None
+        return [json.loads(self._store.get(key)) for key in keys]
+
+    def delete(self, key: str) -> None:
+        with contextlib.suppress(RuntimeError):  # a store in a file cannot
+            self._store.delete_key(key)

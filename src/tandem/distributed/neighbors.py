@@ -106,6 +106,7 @@ class ShardMap:
         found = []
         for rank in range(len(self._there)):
             if self.own_slot(rank, state) is None:
+                # Every rank makes the same choice, because all have the same map.
                 holder, piece = min((at, piece) for at, piece in self._of(state) if piece.rank == rank)
                 found.append((holder, rank, piece))
         return found
@@ -152,6 +153,7 @@ def deliver(
     gives = any(source == world.rank and piece.region == OWN for source, _, piece in missing)
     target = NodeMemory() if gives else regions[OWN]
     received = None
+    # In the same order on all ranks, so that no two wait for each other.
     for source, destination, piece in missing:
         if source == destination == world.rank:
             received = _copied(regions[piece.region], piece.slot, target, kept)
@@ -182,6 +184,7 @@ def _copied(source: NodeMemory, slot: int, target: NodeMemory, kept: int | None)
 def _send(world: ProcessGroup, region: NodeMemory, slot: int, destination: int) -> None:
     head = head_of(region, slot)
     contents = bytes_of(region.map(region.size()), slot, head)
+    # In pieces, because on GPUs each one is first copied to the device.
     pieces = torch.split(_bytes_in(contents), BROADCAST_CHUNK_BYTES)
     for piece in (_bytes_in(bytearray(HEAD.pack(*head))), *pieces):
         dist.send(piece.to(world.device), dst=destination)
@@ -241,6 +244,7 @@ class NeighborCopies:
             except OSError as error:
                 problem = f"node {position.node_rank} cannot reach node {told[target][0]}: {error}"
         problems = [each for each in world.gather_json(problem) if each]
+        # All ranks or none: without the copy of one rank, those of the others make no state.
         if receiver is not None and sender is not None and not problems:
             return cls(receiver, sender, held.own)
         for end in (receiver, sender):
@@ -266,6 +270,7 @@ class NeighborCopies:
 
     def send(self, snapshots: Snapshots) -> None:
         """Begin to copy the slot written last. Until the next `begin`, it and the one before are held."""
+        # With two slots, both would be held, and the next snapshot would have no place.
         if snapshots.slots < MOST_SLOTS:
             self._sender.veto()
             return
@@ -297,6 +302,7 @@ def _open_receiver(
     world: ProcessGroup, connection: Connection, grant: Grant, kept: int | None
 ) -> tuple[CopyReceiver | None, str]:
     """Return (what receives copies on this rank, why there is none)."""
+    # The interface that the user has chosen for gradients is also the one for copies.
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME") or ""
     store = connection.store[0] if connection.store else None
     (region,) = grant.copy_memories(world.position.local_rank)

@@ -6,14 +6,25 @@ there why.
 
 import contextlib
 import json
+import re
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
+import torch
+
+from tandem.distributed.peers import chain
+from tandem.errors import text_of
 from tandem.telemetry.messages import checked
 from tandem.torch_private import without_prefixes
 
 Note = TypeVar("Note")
 WRONG_NODE = "tandem/wrong-node"
+OUT_OF_MEMORY = "tandem/out-of-memory"
+WORDS = re.compile(
+    r"CUDA (driver )?error: out of memory|CUDA out of memory|Cuda failure (\d+ )?'out of memory'"
+    r"|DefaultCPUAllocator: (can't allocate|not enough) memory"
+)
+"""The texts of torch's allocators and of NCCL. Since torch 2.5, most have the type OutOfMemoryError."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +43,40 @@ class WrongNode:
         write(store, WRONG_NODE, self)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if `error`, or any of its causes or contexts, is a failed allocation of torch."""
+    return any(
+        isinstance(each, torch.OutOfMemoryError)
+        or (isinstance(each, RuntimeError) and WORDS.search(text_of(each)) is not None)
+        for each in chain(error)
+    )
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """A rank of the generation at `prefix` ran out of memory with micro-batches of `samples`.
+
+    The next generation uses micro-batches of at most `fits`. Two ranks write the same sizes, because all
+    ranks know all shares.
+    """
+
+    prefix: str
+    rank: int
+    node: int
+    samples: int
+    fits: int
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} on node {self.node} ran out of memory with micro-batches of {self.samples}, "
+            f"so all ranks use {self.fits}"
+        )
+
+    def write(self, store: Any) -> None:
+        """Write it to the agents' store. Raises RuntimeError."""
+        write(store, OUT_OF_MEMORY, self)
+
+
 def write(store: Any, key: str, note: Any) -> None:
     """Write a note, a dataclass, which is in the store once this returns. Raises RuntimeError."""
     store = without_prefixes(store)
@@ -45,3 +90,9 @@ def read(store: Any, key: str, kind: type[Note]) -> Note | None:
         if store.check([key]):
             return checked(kind, json.loads(store.get(key)))
     return None
+
+
+def newest_in(store: Any) -> OutOfMemory | None:
+    """Return what a rank of this or an earlier generation has written to the agents' store, if any has."""
+    found = read(store, OUT_OF_MEMORY, OutOfMemory)
+    return found if found is not None and 0 < found.fits < found.samples else None

@@ -157,6 +157,7 @@ def _start_ranks(
 
     Rank 0 has the terminal.
     """
+    # With these settings, each rank would start ranks itself.
     own = {name: each for name, each in given.items() if name not in ("nproc", "nodes")}
     with scratch() as folder, contextlib.ExitStack() as opened:
         words = [

@@ -23,11 +23,16 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.errors import ConfigError
-from tandem.launch.clock_offsets import Offset, measure
-from tandem.launch.clock_offsets import answer as answer_clock
 from tandem.launch.native_stacks import NativeStacks
 from tandem.launch.node_context import NodeContext
-from tandem.launch.recordings import keep_snapshots, trace_parts, write_merged
+from tandem.launch.recordings import (
+    Offset,
+    answer_clock,
+    keep_snapshots,
+    measure_clock,
+    trace_parts,
+    write_merged,
+)
 from tandem.launch.workers import has_handler
 from tandem.process import send, stat_of
 from tandem.telemetry.hangs import Beat
@@ -267,7 +272,7 @@ class Inspector:
         with self._published(request) as store:
             ranks = LocalRanks(request, local, self._node.workers.tell, self._folder, self._node.run.logs)
             if action == "profile" and store is not None:
-                offsets = {node: measure(store, _clock(request, node)) for node in self._other_nodes()}
+                offsets = {node: measure_clock(store, _clock(request, node)) for node in self._other_nodes()}
             answers, silent = self._gathered(request, ranks, store, is_cancelled)
         if action == "memory":
             keep_snapshots([answer for _, answer in answers], self._folder, self._node.run.folder)

@@ -31,7 +31,7 @@ from tandem.report.access import Access, load_access
 from tandem.report.otel_variables import OTEL
 from tandem.run.crash_loop import CrashLoop
 from tandem.run.directory import RunDir
-from tandem.run.lease import Lease
+from tandem.run.lease import Lease, held
 from tandem.signals import StopFlag, stop_together
 from tandem.telemetry.health import HealthLimits, Starting
 from tandem.work.base import Workload
@@ -75,7 +75,7 @@ def run_this_node(
                 # may be writing.
                 lease = Lease(run.where)
                 if placement.node_rank == 0:
-                    lease = opened.enter_context(run.lease(placement, lambda: bool(stop)))
+                    lease = opened.enter_context(held(run.where, placement, lambda: bool(stop)))
                 prepared = _prepare(run, settings, placement, work, lease)
             except TandemError as error:
                 log.error("%s", error)
@@ -165,7 +165,7 @@ def _run_agent(
         )
         if placement.node_rank == 0:
             view.tell_outside()
-            report = _run_counted(node, run.crash_loop(lease.confirm_ownership))
+            report = _run_counted(node, CrashLoop(run, lease.confirm_ownership))
         else:
             report = run_agent(node)
         # After a takeover, the run directory belongs to another launch: write nothing more there.

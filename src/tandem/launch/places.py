@@ -105,12 +105,11 @@ class PlaceTable:
             for node, (report, at) in self._heard.items()
             if report.waits
             and at >= since
+            # A restarted agent has another token, so it may wait while its earlier start has a place.
             and PlaceOwner(node, report.token) not in held
             and self.failures(node) < COMPUTES_WRONGLY
         ]
-        return sorted(
-            found, key=lambda node: (self.failures(node) >= MOST_FAILURES, self.failures(node), node)
-        )
+        return sorted(found, key=lambda node: (self.failures(node), node))
 
     def decide(self, now: float, is_interrupted: bool, is_training: bool) -> list[Reassignment]:
         """Assign the places of missing or lost nodes; return the changes.
@@ -155,6 +154,7 @@ class PlaceTable:
         silence = now - heard.at
         if heard.report.token != holder.token:
             why = "was restarted"
+        # While all ranks finish steps, a silent node's ranks live: only its reports do not arrive.
         elif silence > self._limits[0] and (is_interrupted or silence > self._limits[1]) and not is_training:
             why = f"has been silent for {silence:.1f} s"
         elif is_interrupted and self.failures(holder.node) >= MOST_FAILURES:
@@ -166,6 +166,7 @@ class PlaceTable:
             return None
         if not waiting:
             return None
+        # A node that is left out for its failures, above, has been charged for them already.
         self._losses[holder.node] += 1
         return Reassignment(place, self._candidates(now)[0], holder.node, why)
 

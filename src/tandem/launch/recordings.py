@@ -1,19 +1,69 @@
-"""Write the ranks' recordings to the run directory: their profiles as one trace, and memory snapshots."""
+"""Write the ranks' recordings to the run directory: their profiles as one trace, and memory snapshots.
+
+A trace needs the offsets of the nodes' clocks from node 0's, which are measured as in NTP: node 0 asks
+through the agents' store, the other node answers with its time, and the answer counts as given halfway
+between question and arrival. The store is on node 0, so a round takes one trip to the other node and back.
+"""
 
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tandem import layout
 from tandem.errors import TandemError
-from tandem.launch.clock_offsets import Offset
 from tandem.process import safe_path
 from tandem.telemetry.inspection import Answer
+
+ROUNDS = 8
+"""The quickest of them counts: a busy machine delays some."""
+FIRST_SECONDS = 5.0
+"""For the first answer: the other node reads its request five times a second."""
+
+
+class Offset(NamedTuple):
+    """How many nanoseconds a node's clock is ahead of node 0's, and by how much that may be wrong."""
+
+    ahead: int
+    uncertainty: int
+
+
+def measure_clock(store: Any, prefix: str, clock: Callable[[], int] = time.time_ns) -> Offset | None:
+    """Measure one node's clock from node 0; `prefix` is the request's and the node's part of the store.
+
+    Returns None if the node does not answer.
+    """
+    best: Offset | None = None
+    try:
+        for number in range(ROUNDS):
+            asked = clock()
+            store.set(f"{prefix}/asked/{number}", "")
+            key = f"{prefix}/answer/{number}"
+            store.wait([key], timedelta(seconds=FIRST_SECONDS))
+            theirs = int(store.get(key))
+            now = clock()
+            found = Offset(theirs - (asked + now) // 2, (now - asked) // 2)
+            best = found if best is None or found.uncertainty < best.uncertainty else best
+            store.delete_key(key)
+    except (RuntimeError, ValueError):
+        return best
+    # A difference that the measurement cannot tell from none is none: nodes on one machine share a clock.
+    return Offset(0, best.uncertainty) if best and abs(best.ahead) <= best.uncertainty else best
+
+
+def answer_clock(store: Any, prefix: str, clock: Callable[[], int] = time.time_ns) -> None:
+    """Answer node 0's rounds. Raises RuntimeError if node 0 does not ask."""
+    for number in range(ROUNDS):
+        key = f"{prefix}/asked/{number}"
+        store.wait([key], timedelta(seconds=FIRST_SECONDS))
+        store.set(f"{prefix}/answer/{number}", str(clock()))
+        store.delete_key(key)
 
 
 def trace_parts(

@@ -16,9 +16,8 @@ from dataclasses import replace
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.checkpoint.decision import ResumeDecision
-from tandem.distributed.out_of_memory import newest_in
 from tandem.distributed.position import Grant, Position
-from tandem.distributed.restart_notes import WRONG_NODE, WrongNode, read
+from tandem.distributed.restart_notes import WRONG_NODE, WrongNode, newest_in, read
 from tandem.errors import FINISHED, GPU_FAILED, PEER_LOST, STOPPED, is_own, shell_code, was_killed
 from tandem.launch.node_context import NodeContext
 from tandem.log import counted

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from tandem.checkpoint.decision import ResumeDecision
+from tandem.checkpoint.decision import ResumeDecision, decide_resume
 from tandem.checkpoint.listing import newest_step
 from tandem.config import Settings, TaskJob
 from tandem.config.slices import LaunchConfig
@@ -24,6 +24,7 @@ from tandem.platforms.placement import Placement
 from tandem.report.access import load_access
 from tandem.report.otel_variables import OTEL
 from tandem.run.directory import RunDir
+from tandem.run.lease import held
 from tandem.signals import StopFlag
 from tandem.text import format_duration, shown
 from tandem.timeouts import AT_ONCE_SECONDS, MONITOR_SECONDS, START_STOP_SECONDS
@@ -118,7 +119,11 @@ def run_standalone_rank(
     Rank 0 also hosts the page and the metrics. `chosen` has the names of the settings that were set
     explicitly.
     """
-    with contextlib.closing(StandaloneRank(run, settings, placement, lambda: run.decide(settings))) as rank:
+
+    def decision() -> ResumeDecision:
+        return decide_resume(settings, run.checkpoints)
+
+    with contextlib.closing(StandaloneRank(run, settings, placement, decision)) as rank:
         code = rank_function(
             TaskJob(settings.to_dict(), chosen), rank.start, watch_stop_flag=rank.watch_stop_flag
         )
@@ -169,7 +174,7 @@ class StandaloneRank:
     ) -> None:
         run = self._run
         settings = self._settings
-        self._lease = opened.enter_context(run.lease(placement))
+        self._lease = opened.enter_context(held(run.where, placement))
         resume = decision() if decision is not None else None
         access = load_access(settings.metrics)
         prepare_run_dir(run, settings, self._lease, resume)

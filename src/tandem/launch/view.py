@@ -27,7 +27,7 @@ from tandem.report.inspection_paths import Ask
 from tandem.report.server import MetricsServer
 from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
-from tandem.telemetry import agent_state, health, journal, ledger, metrics
+from tandem.telemetry import agent_state, health, ledger, metrics
 from tandem.telemetry.channel import Receiver
 from tandem.telemetry.gpu import Gpus
 from tandem.telemetry.hangs import Alarm
@@ -118,6 +118,7 @@ class NodeView:
         self._journal, self._history = self._run.journal, History(self._run)
         self._replays = agent_state.Replays(self._history.last_step)
         self._restarts = Restarts(self._run.events())
+        earlier = self._restarts.earlier(settings.checkpoint.resume == "never")
         host, port = settings.metrics.host_and_port
         shown = self.status, self._history.curves, access, self._about.read, self._log
         server = self._server = MetricsServer(self.metrics, host, port, *shown)
@@ -126,7 +127,7 @@ class NodeView:
         self.metrics.apply(
             [metrics.RUN_STATE.enter("starting"), metrics.RUN_START_TIMESTAMP_SECONDS.set(started)]
             + [self._info()]
-            + self._restarts.earlier(settings.checkpoint.resume == "never")
+            + earlier
         )
 
     def _info(self) -> Sample:
@@ -208,9 +209,8 @@ class NodeView:
         if (cause := ledger.cause_of(kind, fields)) is not None:
             self._ledger.because(cause)
         self._otel.event(kind, fields)
-        reason = self._restarts.take(kind, fields)
-        if reason is not None:
-            self.metrics.apply([journal.restarts_sample(reason)])
+        if (counted := self._restarts.count(kind, fields)) is not None:
+            self.metrics.apply([counted])
 
     def _enter(self, state: str) -> None:
         """Enter a state of the run; time is charged to it from now on."""

@@ -5,8 +5,15 @@ Kubernetes sets only the pod's index. The number of nodes and the master come fr
 
 from collections.abc import Mapping
 
-from tandem.platforms.environment import DEFAULT_PORT, LOOPBACK, Columns, Placement, PlatformEnv, any_set
-from tandem.platforms.pods import pod_name
+from tandem.platforms.environment import (
+    DEFAULT_PORT,
+    LOOPBACK,
+    Columns,
+    Placement,
+    PlatformEnv,
+    any_set,
+    pod_name,
+)
 
 ORDER = 70  # after the kinds of job that are built from Indexed Jobs
 MARKS = ("JOB_COMPLETION_INDEX",)

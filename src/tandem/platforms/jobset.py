@@ -6,8 +6,7 @@ The manifest sets JOBSET_NAME, REPLICATED_JOB_NAME and NODES; the pods' names fo
 from collections.abc import Mapping
 
 from tandem.errors import ConfigError
-from tandem.platforms.environment import DEFAULT_PORT, Columns, Placement, PlatformEnv, any_set
-from tandem.platforms.pods import pod_name
+from tandem.platforms.environment import DEFAULT_PORT, Columns, Placement, PlatformEnv, any_set, pod_name
 
 ORDER = 60  # before the Indexed Job, whose pods it uses
 MARKS = ("JOBSET_NAME",)

@@ -17,10 +17,10 @@ from tandem.platforms.environment import (
     any_set,
     assignments,
     parse_integer,
+    pod_name,
     split_address,
     value_range,
 )
-from tandem.platforms.pods import pod_name
 
 ORDER = 50  # before the Indexed Job, to which a TrainJob's pods belong
 ONLY_V1 = ("RANK", "WORLD_SIZE", "PET_RDZV_ENDPOINT")

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from tandem import __version__, layout
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.config import Settings
-from tandem.data.block_metrics import BlockMetrics
 from tandem.data.sampler import GlobalOrder
-from tandem.data.tar_shards import limit_waits
+from tandem.data.tar_shards import BlockMetrics, limit_waits
 from tandem.distributed.devices import (
     allow_tf32,
     bind_to_node,

@@ -31,9 +31,8 @@ from tandem.errors import (
     WrongNodeError,
 )
 from tandem.log import log_if_slow
+from tandem.rank.restarts import OutOfMemoryHandler, leaving_out
 from tandem.rank.session import RankSession
-from tandem.rank.smaller_batches import OutOfMemoryHandler
-from tandem.rank.wrong_nodes import leaving_out
 from tandem.signals import StopFlag
 from tandem.tasks.base import WholeTask, load_task, task_class
 from tandem.tasks.build import datasets_of, model_of
@@ -43,13 +42,13 @@ from tandem.telemetry.recorder import Recorder
 from tandem.text import in_one_line
 from tandem.training.evaluate import Evaluation, evaluation_batch_size
 from tandem.training.flops import profiled
+from tandem.training.loading import check_model
 from tandem.training.loop import TaskLoopState, repeat_evaluation, train
 from tandem.training.precision import precision_of
 from tandem.training.replay import ReplayCheck, lengthen
 from tandem.training.replicas import check_replicas
 from tandem.training.resume import COMPLETE
 from tandem.training.saving import warn_of_unsaved_scores
-from tandem.training.shapes import check_model
 from tandem.training.shards import ShardedReading, check_shared
 from tandem.training.train_state import TrainState, recall
 from tandem.training.weights import load_saved, tensors_in

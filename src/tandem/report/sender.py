@@ -95,6 +95,7 @@ class HttpSender:
                 left = deadline - time.monotonic()
                 if left <= 0 or is_over():
                     return False
+                # Often, because whatever ends this wait early (a signal) does not notify the condition.
                 self._changed.wait(min(left, 0.1))
         return True
 
@@ -145,6 +146,7 @@ class HttpSender:
         with self._changed:
             while (left := deadline - time.monotonic()) > 0 and not self._is_closed:
                 self._changed.wait(left)
+            # In a full queue, another attempt would cost a newer document its place.
             return self._is_closed or len(self._waiting) == self._waiting.maxlen
 
     def _try(self, make: Make) -> tuple[str, bool]:
@@ -156,11 +158,13 @@ class HttpSender:
             asked = urllib.request.Request(request.url, data, headers, method="POST")
             handlers = [_NoRedirect(), urllib.request.HTTPSHandler(context=request.tls)]
             if not self._uses_proxy:
+                # Without this handler, urllib uses the proxy that the environment names.
                 handlers.append(urllib.request.ProxyHandler({}))
             with urllib.request.build_opener(*handlers).open(asked, timeout=self._timeout):
                 return "", False
         except urllib.error.HTTPError as error:
             with error:
+                # Too many requests, and the server's own failures, may pass; another status would come again.
                 return f"HTTP status {error.code}", error.code == 429 or error.code >= 500
         except urllib.error.URLError as error:
             return _reason(error.reason), True

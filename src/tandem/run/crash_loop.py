@@ -13,16 +13,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePath
 
 from tandem import layout
 from tandem.bounded_reader import STARTS, content, parsed, typed
 from tandem.checkpoint.listing import newest_step
 from tandem.checkpoint.storage import remote_at
-from tandem.checkpoint.store import CheckpointStore
 from tandem.config.address import RemotePath
 from tandem.errors import STOPPED, CrashLoopError
 from tandem.log import printable
+from tandem.run.directory import RunDir
 from tandem.telemetry.journal import write_bytes_atomic
 from tandem.timeouts import FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS, MONITOR_SECONDS, STEADY_SECONDS
 
@@ -59,26 +58,24 @@ def backoff_seconds(starts: int) -> float:
 
 
 class CrashLoop:
-    """The starts of the run at `where`, including this launch's. `is_ours` is checked before each write.
+    """The starts of `run`, including this launch's. `is_ours` is checked before each write.
 
-    `folder`: the run's part on this machine. `steady`: after how many seconds a start is no crash. `backoff`:
-    the wait after that many starts that have saved nothing new.
+    `steady`: after how many seconds a start is no crash. `backoff`: the wait after that many starts that have
+    saved nothing new.
     """
 
     def __init__(
         self,
-        where: PurePath,
-        folder: Path,
-        checkpoints: CheckpointStore,
+        run: RunDir,
         is_ours: Callable[[], bool] = lambda: True,
         steady: float = STEADY_SECONDS,
         backoff: Callable[[int], float] = backoff_seconds,
     ) -> None:
-        self._where = where
-        self._folder = folder
+        self._where = run.where
+        self._folder = run.folder
         self._is_ours = is_ours
         self._backoff = backoff
-        step = newest_step(checkpoints) or 0
+        step = newest_step(run.checkpoints) or 0
         before = Record.parse(self._read())
         # A newer checkpoint than at the last count is progress, so the count begins again.
         self._before = before if step <= before.step else Record(step=step)

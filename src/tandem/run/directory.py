@@ -8,15 +8,14 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any
 
 from tandem import layout
 from tandem.bounded_reader import RunFiles
-from tandem.checkpoint.decision import ResumeDecision, decide_resume
 from tandem.checkpoint.storage import remote_at
 from tandem.checkpoint.storage.protocol import Remote
 from tandem.checkpoint.store import CheckpointStore
@@ -25,8 +24,7 @@ from tandem.config.address import RemotePath, address
 from tandem.errors import ConfigError
 from tandem.paths import exists
 from tandem.platforms.placement import Placement
-from tandem.run.crash_loop import CrashLoop
-from tandem.run.lease import Lease, Token, acquire, fence, restarted_as
+from tandem.run.lease import Token, fence
 from tandem.telemetry.journal import Journal, read_events, write_json_atomic
 
 # Remote copies of the files of a run whose run directory is an address.
@@ -286,41 +284,6 @@ class RunDir:
         """
         if not exists(self.folder / layout.CONFIG):
             shutil.rmtree(self.logs, ignore_errors=True)
-
-    @contextmanager
-    def lease(self, placement: Placement, should_stop: Callable[[], bool] = lambda: False) -> Iterator[Lease]:
-        """Hold the lease in this block. Raises ConfigError if another launch holds it."""
-        with closing(acquire(self.where, restarted_as(placement), should_stop)) as lease:
-            yield lease
-
-    def decide(self, settings: Settings) -> ResumeDecision:
-        """Decide where the run resumes, and log it.
-
-        Called once, on node 0, before any rank starts.
-        """
-        decision = decide_resume(settings, self.checkpoints)
-        if decision.kind == "complete":
-            log.info(
-                "the run in %s already finished at step %s; raise --epochs or --steps to continue",
-                self.where,
-                f"{decision.step:,}",
-            )
-            return decision
-        for change in decision.changes:
-            log.info("changed since the checkpoint: %s", change)
-        if decision.micro_batch is not None:
-            log.info(
-                "micro-batches of at most %d, because larger ones ran out of memory before the checkpoint; "
-                "--micro-batch-size sets another size",
-                decision.micro_batch,
-            )
-        if decision.moved_to is not None:
-            log.info("earlier checkpoints were moved to %s", decision.moved_to)
-        return decision
-
-    def crash_loop(self, is_ours: Callable[[], bool] = lambda: True) -> CrashLoop:
-        """Return the counter of starts; `is_ours` is checked before each write."""
-        return CrashLoop(self.where, self.folder, self.checkpoints, is_ours)
 
 
 def unwritable(where: PurePath, error: OSError) -> ConfigError:

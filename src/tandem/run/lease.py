@@ -11,8 +11,8 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
@@ -324,6 +324,15 @@ def acquire(
     except OSError as error:
         # Not every caller needs to write, so the caller decides.
         return Lease(run_dir, problem=error)
+
+
+@contextmanager
+def held(
+    run_dir: PurePath, placement: Placement, should_stop: Callable[[], bool] = lambda: False
+) -> Iterator[Lease]:
+    """Hold the lease in this block, for the job of `placement`. Raises as `acquire` does."""
+    with closing(acquire(run_dir, restarted_as(placement), should_stop)) as lease:
+        yield lease
 
 
 def restarted_as(placement: Placement) -> str:

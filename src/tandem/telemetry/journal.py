@@ -40,7 +40,7 @@ class Restarts:
         self._nodes: object = None
         self._is_over = False
         for event in events:
-            self.take(str(event.get("kind")), event)
+            self.count(str(event.get("kind")), event)
 
     @property
     def total(self) -> int:
@@ -55,10 +55,10 @@ class Restarts:
         """Return the counts that a launch continues; empty if it starts over, or if the run had finished."""
         if starts_over or self._is_over:
             self.by_reason.clear()
-        return [restarts_sample(why, count) for why, count in self.by_reason.items()]
+        return [_sample(why, number) for why, number in self.by_reason.items()]
 
-    def take(self, kind: str, event: Mapping[str, Any]) -> str | None:
-        """Process an event; return the reason if it is a restart."""
+    def count(self, kind: str, event: Mapping[str, Any]) -> Sample | None:
+        """Process an event; return the sample that counts it, if it is a restart or a planned stop."""
         reason = None
         if kind == "world":
             if event.get("anew") or self._is_over:
@@ -80,7 +80,7 @@ class Restarts:
             self._is_over = True
         elif kind == COUNTED:
             self._go_on_from(event)
-        return reason
+        return None if reason is None else _sample(reason)
 
     def counted(self) -> dict[str, object]:
         """Return all counts, for the line COUNTED."""
@@ -102,10 +102,12 @@ class Restarts:
             self._is_over = event.get("over") is True
 
 
-def restarts_sample(reason: str, count: int = 1) -> Sample:
-    """Return the sample that counts a start with this reason."""
+def _sample(reason: str, starts: int = 1) -> Sample:
+    """Return the sample that counts starts with this reason."""
     return (
-        metrics.PLANNED_STOPS.inc(count) if reason == PLANNED else metrics.RESTARTS.inc(count, reason=reason)
+        metrics.PLANNED_STOPS.inc(starts)
+        if reason == PLANNED
+        else metrics.RESTARTS.inc(starts, reason=reason)
     )
 
 

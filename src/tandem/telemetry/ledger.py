@@ -148,13 +148,16 @@ def account(periods: Sequence[Period]) -> Ledger:
         for activity, part in PART_OF.items():
             parts[part] += period.seconds.get(activity, 0.0)
         training = period.seconds.get("train", 0.0)
+        # Waits are measured by rank 0, and activities by the agent, so the sums could differ.
         waits = {"data": min(period.data, training)}
         waits["stragglers"] = min(period.stragglers, training - waits["data"])
         training -= sum(waits.values())
         is_last = at == len(periods) - 1
         following = None if is_last else periods[at + 1]
         is_same_launch = following is not None and following.launch == period.launch
+        # A launch that was killed could not write a cause.
         cause = period.end or (OTHER if is_same_launch else KILLED)
+        # Without an end, the last period may still go on, so that nothing has been repeated yet.
         redone = 0.0 if is_last and not period.end else _redone(period, training, survivors[at])
         parts["steps"] += training - redone
         parts["redone"] += redone

@@ -24,7 +24,7 @@ from tandem.tasks.base import WholeTask, load_task
 from tandem.tasks.build import datasets_of, model_of
 from tandem.tasks.mistakes import kind, mistake
 from tandem.text import one_line
-from tandem.training.shapes import check_model
+from tandem.training.loading import check_model
 from tandem.training.train_state import recall
 from tandem.training.weights import SavedCheckpoint, load_saved, tensors_in
 

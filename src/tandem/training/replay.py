@@ -139,6 +139,7 @@ class ReplayCheck:
         self._number += 1
         self._repeat(report, step, batch, scale, first)
         summary = [hash_of(report.own), hash_of(report.state), hash_of(report.replays[0][1])]
+        # Almost every check ends here, after one exchange of three numbers per rank.
         if is_clean(self._world.gather_json(summary), first):
             self._last_clean = step
             self.on_cost(time.monotonic() - began)
@@ -156,9 +157,11 @@ class ReplayCheck:
         theirs = rotated(self._world, batch, shift)
         parameters = self._trained()
         with buffers_kept(self._model):
+            # The owner has computed with the buffers from before its forward pass.
             self._buffers.put_back()
             seed_micro_step(self._seed, step, 0, owner)
             loss, _ = self._module(theirs)
+            # Unlike backward(), this adds nothing to the real gradients, and DDP does not reduce it.
             found = torch.autograd.grad(loss * scale, parameters, allow_unused=True)
         zero = torch.zeros((), dtype=torch.int64, device=self._world.device)
         sums = torch.stack([zero if each is None else _sum_of(each).to(zero.device) for each in found])
@@ -175,6 +178,7 @@ class ReplayCheck:
         return state
 
     def _raise(self, step: int, verdict: RepeatVerdict) -> None:
+        # All ranks differ, and always have: that is the loss, not a fault of each machine.
         if not verdict.is_certain and self._last_clean is None and len(verdict.wrong) == self._world.size > 2:
             raise ConfigError(
                 "--replay-check: each rank gets other bits from the same micro-batch, so the loss is not "

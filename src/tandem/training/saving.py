@@ -19,8 +19,8 @@ from tandem.checkpoint.state import flatten
 from tandem.checkpoint.writer import FAILURES_ALLOWED, CheckpointWriter, PendingScores
 from tandem.config.slices import CheckpointConfig
 from tandem.distributed.group import ProcessGroup
+from tandem.distributed.group_store import StoreNotices
 from tandem.distributed.neighbors import NeighborCopies
-from tandem.distributed.notices import StoreNotices
 from tandem.distributed.peers import is_peer_loss
 from tandem.distributed.position import Grant
 from tandem.distributed.strategy import Strategy
@@ -62,7 +62,7 @@ class CheckpointSource(Protocol):
         ...
 
     def local_state(self) -> dict[str, Any]:
-        """Return the same state, but of sharded tensors only this rank's part (`checkpoint/shards.py`)."""
+        """Return the same state, but of sharded tensors only this rank's part (`checkpoint/sharded.py`)."""
         ...
 
     def checkpoint_extras(self, recorder: Recorder, step: int) -> dict[str, Any]:

@@ -151,6 +151,7 @@ def write_summary(
         "wall_seconds": round(time.monotonic() - facts.started, 3),
         "weights_sha256": digest,
         **used,
+        # The events cover all launches, but a full disk may have lost some; the agent counts this launch.
         "restarts": max(facts.restart, restarts.total),
         "planned_stops": restarts.planned_stops,
         "resumed_from_step": facts.first_step or None,
@@ -224,6 +225,7 @@ def open_displays(
     if not facts.world.is_first:
         recorder.begin_run(step, epoch_steps, planned, None, None, None)
         return
+    # Otherwise, the summary of an earlier end would describe a run that is killed now.
     with reporting("remove the old summary.json"):
         facts.directory.forget_summary()
     if facts.micro_batch is not None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 
-from tandem.checkpoint.decision import ResumeDecision
+from tandem.checkpoint.decision import ResumeDecision, decide_resume
 from tandem.checkpoint.listing import is_finished
 from tandem.config import Settings, TaskJob
 from tandem.config.slices import ONE_PROCESS
@@ -119,7 +119,7 @@ class TaskWorkload:
         decision = None
         if placement.node_rank == 0:
             with log_if_slow("reading the checkpoints"):
-                decision = self._run.decide(self._settings)
+                decision = decide_resume(self._settings, self._run.checkpoints)
             # No rank will run, so the task need not be importable any more.
             if decision.kind == "complete":
                 return decision

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tandem.checkpoint.shards import SHARD, VALUES, mapped_shards, shard
+from tandem.checkpoint.sharded import SHARD, VALUES, mapped_shards, shard
 from tandem.distributed.deferred_values import DeferredValues, ModuleTensor, build_deferred
 from tandem.distributed.group import ProcessGroup, has_buffers_beside_batchnorm
 from tandem.distributed.strategy import single

@@ -1,4 +1,8 @@
-"""Restart all ranks with a smaller micro-batch after one ran out of memory, or say what else to do."""
+"""Restart all ranks for what one of them has found: too little memory, or a node that computes wrongly.
+
+Without enough memory, they restart with a smaller micro-batch, or the error says what else to do. A node that
+computes wrongly is left out where a spare may take its place.
+"""
 
 import contextlib
 import logging
@@ -7,11 +11,12 @@ from datetime import timedelta
 
 from torch import nn
 
+from tandem.checkpoint.snapshot import forget_after
 from tandem.config.slices import DataConfig
 from tandem.data.batch_shares import equal_shares, halved
 from tandem.distributed.group_store import open_store
-from tandem.distributed.out_of_memory import OutOfMemory, is_out_of_memory
-from tandem.errors import SmallerBatchError
+from tandem.distributed.restart_notes import OutOfMemory, WrongNode, is_out_of_memory
+from tandem.errors import ReplayMismatchError, SmallerBatchError, WrongNodeError
 from tandem.rank.session import RankSession
 from tandem.timeouts import LEAVE_SECONDS
 from tandem.torch_private import is_batchnorm
@@ -86,3 +91,38 @@ class OutOfMemoryHandler:
                     found.write(open_store(position, connection, timedelta(seconds=LEAVE_SECONDS)))
                 raise SmallerBatchError(f"out of memory with micro-batches of {self._now}") from error
             raise
+
+
+@contextlib.contextmanager
+def leaving_out(session: RankSession) -> Iterator[None]:
+    """Raise WrongNodeError instead of ReplayMismatchError if the node can be left out.
+
+    All that was saved after the last clean check is set aside first. No save may be under way after the
+    block. Node 0 decides who takes a place, so it is not left out itself.
+    """
+    try:
+        yield
+    except ReplayMismatchError as error:
+        clean = error.clean
+        why = str(error)
+        has_spares = session.settings.launch.spares > 0 and session.connection.store is not None
+        if not has_spares or clean is None or len(error.nodes) != 1 or error.nodes[0] == 0:
+            raise
+        node = error.nodes[0]
+        grant = session.grant
+        local_rank = session.position.local_rank
+        for region in (*grant.shared_memories[local_rank:][:1], *grant.own_memories(local_rank)):
+            forget_after(region, clean)
+        session.world.on_first(lambda: _set_aside(session, node, clean, why))
+        raise WrongNodeError(f"node {node} computes wrongly") from error
+
+
+def _set_aside(session: RankSession, node: int, clean: int, why: str) -> None:
+    """Move checkpoints after step `clean` aside, and tell the agents, which restart the ranks."""
+    moved_to = session.run.checkpoints.move_aside(after_step=clean)
+    if moved_to is not None:
+        log.warning("checkpoints after step %d may be wrong and were moved to %s", clean, moved_to)
+    connection = session.connection
+    assert connection.store is not None
+    note = WrongNode(connection.store[2], node, why.partition("; leave that machine out")[0])
+    note.write(open_store(session.position, connection, timedelta(seconds=LEAVE_SECONDS)))
