@@ -171,7 +171,8 @@ def test_one_sender_at_a_time(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"tracker": null}')
     with pytest.raises(ConfigError, match="this run has no tracker; use --tracker mlflow"):
         run("track", [str(tmp_path)], {})
-    with tracking.exclusive_sender(tmp_path, wait=True), pytest.raises(ConfigError, match="wait until it has ended"):
+    refused = pytest.raises(ConfigError, match="wait until it has ended")
+    with tracking.exclusive_sender(tmp_path, wait=True), refused:
         with tracking.exclusive_sender(tmp_path, wait=False):
             pass
     with tracking.exclusive_sender(tmp_path, wait=False):
