@@ -25,7 +25,7 @@ from tandem.checkpoint.state import (
     SLACK_BYTES,
     deserialize,
     deserialize_file,
-    home_or_memory,
+    destination_or_memory,
     large_file_of,
     read_in_place,
 )
@@ -327,7 +327,7 @@ def _targets(
         first, length = rows(shape[0])
         destination = destinations.get(str(path[-1])) if path[0] == "model" else None
         with torch.device(device):
-            values = home_or_memory(destination, _dtype(dtype), torch.Size((length, *shape[1:])))
+            values = destination_or_memory(destination, _dtype(dtype), torch.Size((length, *shape[1:])))
         targets[name_of(path)] = _Target(name_of(path), shape, dtype, first, values)
     return targets
 

@@ -37,7 +37,7 @@ from torch import Tensor
 from tandem.checkpoint.node_memory import NodeMemory
 from tandem.checkpoint.pinned import ALIGNMENT, Pinned, streams_of
 from tandem.checkpoint.plain import restored
-from tandem.checkpoint.state import destinations_by_index, flatten, home_or_memory, unflatten
+from tandem.checkpoint.state import destination_or_memory, destinations_by_index, flatten, unflatten
 from tandem.process import memory_left
 from tandem.torch_private import copy_all
 
@@ -397,7 +397,7 @@ def read_slot(
     skeleton, forms, own = _header(memories[0], starts[0])
     there = destinations_by_index(skeleton, destinations)
     tensors = [
-        home_or_memory(there.get(index), getattr(torch, dtype), torch.Size(shape))
+        destination_or_memory(there.get(index), getattr(torch, dtype), torch.Size(shape))
         for index, (dtype, shape) in enumerate(forms)
     ]
     layout = Layout.of(forms, own, len(regions))

@@ -187,7 +187,7 @@ def has_form(destination: Tensor | None, dtype: torch.dtype, shape: torch.Size) 
     return type(destination) is Tensor and destination.dtype == dtype and destination.shape == shape
 
 
-def home_or_memory(destination: Tensor | None, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+def destination_or_memory(destination: Tensor | None, dtype: torch.dtype, shape: torch.Size) -> Tensor:
     """Return `destination` if values of this form can be copied straight into it, else new host memory."""
     if has_form(destination, dtype, shape) and destination.is_contiguous():
         return destination

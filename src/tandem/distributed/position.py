@@ -106,6 +106,10 @@ class Grant:
         """Return both of these regions; empty without an agent."""
         return *self.own_memories(local_rank), *self.copy_memories(local_rank)
 
+    def memories_of(self, local_rank: int) -> tuple[NodeMemory, ...]:
+        """Return all regions that this rank writes, its part of the shared ones first."""
+        return *self.shared_memories[local_rank:][:1], *self.private_memories(local_rank)
+
     def _regions(self, kind: int, local_rank: int) -> tuple[NodeMemory, ...]:
         index = kind * len(self.memories) // REGIONS + local_rank
         return self.memories[index : index + 1]

@@ -16,9 +16,9 @@ from tandem.checkpoint.plain import restored
 from tandem.checkpoint.snapshot import Layout, form_of, typed
 from tandem.checkpoint.state import (
     deserialize,
+    destination_or_memory,
     destinations_by_index,
     flatten,
-    home_or_memory,
     serialize,
     unflatten,
 )
@@ -50,7 +50,7 @@ def broadcast_state(
     if not is_source:
         there = destinations_by_index(skeleton, destinations)
         forms = [(getattr(torch, dtype), torch.Size(shape)) for dtype, shape in received]
-        tensors = [home_or_memory(there.get(index), *form) for index, form in enumerate(forms)]
+        tensors = [destination_or_memory(there.get(index), *form) for index, form in enumerate(forms)]
     for tensor in tensors:
         _broadcast_bytes_of(world, tensor, source)
     return restored(unflatten(skeleton, tensors))

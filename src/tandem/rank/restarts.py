@@ -109,9 +109,7 @@ def leaving_out(session: RankSession) -> Iterator[None]:
         if not has_spares or clean is None or len(error.nodes) != 1 or error.nodes[0] == 0:
             raise
         node = error.nodes[0]
-        grant = session.grant
-        local_rank = session.position.local_rank
-        for region in (*grant.shared_memories[local_rank:][:1], *grant.own_memories(local_rank)):
+        for region in session.grant.memories_of(session.position.local_rank):
             forget_after(region, clean)
         session.world.on_first(lambda: _set_aside(session, node, clean, why))
         raise WrongNodeError(f"node {node} computes wrongly") from error

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tandem import __version__, layout
 from tandem.checkpoint.decision import ResumeDecision
+from tandem.checkpoint.snapshot import NO_DESTINATIONS
 from tandem.config import Settings
 from tandem.data.sampler import GlobalOrder
 from tandem.data.tar_shards import BlockMetrics, limit_waits
@@ -42,7 +43,7 @@ from tandem.telemetry.stacks import keep_stacks
 from tandem.training.loop import EventSchedule
 from tandem.training.precision import precision_of
 from tandem.training.replay import replay_every
-from tandem.training.resume import NONE, Redistribute, ResumePoint, begin, check_data
+from tandem.training.resume import Redistribute, ResumePoint, begin, check_data
 from tandem.training.saving import CheckpointSource, Saver, snapshot_every, snapshot_interval
 from tandem.training.shards import ShardedReading
 from tandem.training.summary import RunInfo, open_displays, write_summary
@@ -192,7 +193,7 @@ class RankSession:
     def resume(
         self,
         decision: ResumeDecision | None = None,
-        destinations: Mapping[str, Tensor] = NONE,
+        destinations: Mapping[str, Tensor] = NO_DESTINATIONS,
         own: Collection[str] = (),
         redistribute: Redistribute | None = None,
         shards: ShardedReading | None = None,

@@ -7,12 +7,12 @@ steps at which the later periods begin.
 
 import json
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tandem.bounded_reader import RunFiles
 from tandem.telemetry.journal import write_bytes_atomic
 from tandem.telemetry.meter import ACTIVITIES, ActivityClock
 from tandem.telemetry.metrics import (
@@ -309,9 +309,8 @@ class LedgerFile:
         with self._writing:
             lines = [_line(period) for period in self.periods(now)]
             if self._base is None:
-                lines_before = _whole_lines(self._path)
-                self._earlier = periods_in(_records(lines_before))
-                self._base = len(lines_before)
+                self._base = _end_of_whole_lines(self._path)
+                self._earlier = periods_in(RunFiles(self._path.parent).lines(self._path.name))
             with open(self._path, "r+b" if self._path.exists() else "w+b", buffering=0) as file:
                 for number, line in enumerate(lines):
                     if self._written[number : number + 1] != [line]:
@@ -343,25 +342,16 @@ def _line(period: Period) -> bytes:
     return json.dumps(record).encode().ljust(LINE_BYTES - 1) + b"\n"
 
 
-def _whole_lines(path: Path) -> bytes:
-    """Return the lines of a file. Drops the older half of a file that is full, and a torn line."""
+def _end_of_whole_lines(path: Path) -> int:
+    """Return where the next line begins. Drops the older half of a file that is full, and a torn line."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        return b""
+        return 0
     lines = [line + b"\n" for line in content.split(b"\n")[:-1] if len(line) == LINE_BYTES - 1]
     if len(lines) >= MOST_LINES:
         lines = lines[-MOST_LINES // 2 :]
     whole = b"".join(lines)
     if whole != content:
         write_bytes_atomic(path, whole)
-    return whole
-
-
-def _records(lines: bytes) -> Iterator[dict[str, Any]]:
-    for line in lines.splitlines():
-        # Someone may have edited the file; a report skips such a line, too.
-        with suppress(ValueError):
-            record = json.loads(line)
-            if isinstance(record, dict):
-                yield record
+    return len(whole)

@@ -189,8 +189,8 @@ def _of_a_step(run: Measured) -> Iterable[_Limit]:
     if (share := phase_shares.get("optimizer", 0.0)) >= OPTIMIZER_SHARE:
         yield _Limit(share, f"small batch: {share:.0%} of a step is the optimizer; try a larger --batch-size")
     own = max((each.own for each in run.ranks), default=step)
-    is_of_host = run.gpu is not None and run.gpu < BUSY_GPU and own / step > 1 - EXCHANGE_SHARE
-    if is_of_host and phase_shares.get("data", 0.0) < DATA_SHARE and run.gpu is not None:
+    host_is_slow = run.gpu is not None and run.gpu < BUSY_GPU and own / step > 1 - EXCHANGE_SHARE
+    if host_is_slow and phase_shares.get("data", 0.0) < DATA_SHARE and run.gpu is not None:
         text = f"small batch: the GPU is idle {1 - run.gpu:.0%} of the time, because its work is too small"
         yield _Limit(1 - run.gpu, f"{text}; try a larger --batch-size, or --compile reduce-overhead")
 

@@ -19,6 +19,7 @@ from tandem.checkpoint.manifest import is_sharded
 from tandem.checkpoint.node_memory import NodeMemory
 from tandem.checkpoint.sharded import read_state
 from tandem.checkpoint.snapshot import (
+    NO_DESTINATIONS,
     OF,
     PER_RANK,
     Slot,
@@ -49,7 +50,6 @@ log = logging.getLogger("tandem.run")
 COMPLETE = -1
 Redistribute = Callable[[list[dict[str, Any]], int, int], dict[str, Any]]
 """A function (per-rank states of the ranks that saved, this rank, ranks now) -> this rank's state by name."""
-NONE: Mapping[str, Tensor] = {}
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def begin(
     grant: Grant,
     recorder: Recorder,
     download: bool,
-    destinations: Mapping[str, Tensor] = NONE,
+    destinations: Mapping[str, Tensor] = NO_DESTINATIONS,
     own: Collection[str] = (),
     redistribute: Redistribute | None = None,
     shards: ShardedReading | None = None,
@@ -124,7 +124,7 @@ def begin(
     step, holder, info, count, named, generation = world.broadcast_json(
         [found.step, found.holder, found.shared_info(), len(parts), named, secrets.randbits(62)]
     )
-    for region in (*grant.shared_memories[local_rank:][:1], *grant.private_memories(local_rank)):
+    for region in grant.memories_of(local_rank):
         forget_after(region, max(step, 0))
     if step == 0 and config.init_from is not None:
         weights = _weights(world, config.init_from, config.init_strict, download)
@@ -367,7 +367,7 @@ def _newest(
     snapshot: tuple[int, int] | None,
     decision: ResumeDecision,
     recorder: Recorder,
-    destinations: Mapping[str, Tensor] = NONE,
+    destinations: Mapping[str, Tensor] = NO_DESTINATIONS,
     shards: ShardedReading | None = None,
 ) -> _Found:
     """Return what to resume from, which is the first of these that exists:
