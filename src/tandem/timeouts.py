@@ -69,6 +69,10 @@ MEMBERSHIP_SECONDS = 0.25
 """Between two checks whether nodes wait to be let in: one read of the store."""
 STANDBY_SECONDS = 0.2
 """Between two forks of standby processes, 30 ms each, so that a training generation keeps its cores."""
+LAST_MESSAGES_SECONDS = 0.5
+"""For the last messages of a rank that ends, if its agent is busy."""
+LAST_MESSAGES_POLL_SECONDS = 0.005
+"""Between two tries to send them: the agent reads a message in much less."""
 ENDING_SECONDS = 10.0
 """The other ranks' time after one has ended for good: rank 0 may be saving, and has the error to report."""
 UNMET_SECONDS = 3.0

@@ -50,7 +50,8 @@ def test_every_pair_has_a_row(few: Path, processes: Any) -> None:
     own = [row for row in rows if row["name"].startswith("own data")]
     for row in own:
         ratio = float(row["ratio"].partition(" ")[0].replace(",", ""))
-        assert ratio == pytest.approx(per_second(row["outcome"]) / per_second(row["control"]), abs=0.01)
+        whole = 0.5 if ratio >= 20 else 0.01  # a large one is shown without decimals
+        assert ratio == pytest.approx(per_second(row["outcome"]) / per_second(row["control"]), abs=whole)
         assert row["target"] == "at least 0.95 times" and isinstance(row["passed"], bool)
     assert len(own) == 2
 

@@ -14,7 +14,7 @@ from tandem.report.access import Access
 from tandem.report.server import MetricsServer
 from tandem.telemetry import metrics
 from tandem.telemetry.channel import Receiver, Sender
-from tandem.telemetry.messages import Event, Message, RunStarted, Samples, encode
+from tandem.telemetry.messages import Event, Heartbeat, Message, RunStarted, Samples, decode, encode
 from tandem.telemetry.registry import Registry
 from tandem.timeouts import PAGE_SECONDS
 
@@ -273,6 +273,40 @@ def test_the_sender_never_raises_or_waits(tmp_path: Path) -> None:
         assert not sender.send(Event("x" * 70_000, 1.0, {}))
         assert not all([sender.send(Event("x" * 1000, 1.0, {})) for _ in range(2000)])
     assert sender.dropped > 0
+
+
+def test_what_a_busy_agent_has_not_read_arrives_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "busy"
+    agent = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    agent.bind(str(path))
+    agent.settimeout(patient(10))
+    sender = Sender(path)
+    beat = Heartbeat(0, 1, "train", "forward", 0.0, 60.0, 60.0, True, False)
+    in_queue = [sender.send(RunStarted(number, 1, 1)) for number in range(100)]
+    assert in_queue[0] and not in_queue[-1], "the kernel's queue is shorter"
+    assert not sender.send(beat) and sender.dropped == 1
+    got: list[Message] = []
+
+    def read() -> None:
+        while len(got) < 100:
+            got.append(decode(agent.recv(100_000)))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    sender.close()
+    reader.join()
+    agent.close()
+    assert got == [RunStarted(number, 1, 1) for number in range(100)]
+
+
+def test_a_rank_that_ends_does_not_wait_long_for_a_stopped_agent(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as agent:
+        agent.bind(str(tmp_path / "stopped"))
+        sender = Sender(tmp_path / "stopped")
+        while sender.send(RunStarted(1, 1, 1)):
+            pass
+        sender.close()
+    sender.close()  # nobody is there any more
 
 
 def test_a_page_is_held_until_the_end_and_gets_all_of_it() -> None:

@@ -32,7 +32,7 @@ from tandem.log import log_if_slow, log_warnings, redirect_output, setup
 from tandem.run.directory import RunDir
 from tandem.schedule import Cadence
 from tandem.telemetry.agent_state import count_log_messages
-from tandem.telemetry.channel import sender
+from tandem.telemetry.channel import Sender
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.clock_locator import ClockLocator
 from tandem.telemetry.hangs import HangLimits
@@ -72,7 +72,8 @@ class RankSession:
         self.position = start.position
         self.connection = start.connection
         self.grant = start.grant
-        self.send: Send = sender(None)
+        self._sender = Sender(None)
+        self.send: Send = self._sender.send
         """Sends messages to the agent, or to the page's host in this process, from `join` on."""
         self.clock = Clock()
         self.resume_point = ResumePoint(0, None)
@@ -111,7 +112,8 @@ class RankSession:
         """
         given = self.given
         clock = self.clock
-        self.send = sender(self.grant.sample_socket)
+        self._sender = Sender(self.grant.sample_socket)
+        self.send = self._sender.send
         if self.connection.store is not None:  # without an agent, the page's host in this process counts them
             count_log_messages(self.send)
         for handler in logging.getLogger("tandem").handlers:
@@ -322,6 +324,7 @@ class RankSession:
 
     def close(self) -> None:
         """Leave the process group after success; after a failure, that could wait for ranks that are gone."""
+        self._sender.close()
         self.world.close()
 
     def __enter__(self) -> "RankSession":

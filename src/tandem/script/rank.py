@@ -37,7 +37,7 @@ from tandem.script.job import Job, error_file, set_variables
 from tandem.script.lifeline import descriptor_for_exec
 from tandem.script.observer import ScriptMonitor, imports_file
 from tandem.signals import default_signals
-from tandem.telemetry.channel import sender
+from tandem.telemetry.channel import Sender
 from tandem.telemetry.stacks import keep_stacks
 from tandem.text import with_type
 
@@ -107,7 +107,7 @@ def run_program(job: Job, start: RankStart) -> NoReturn:
     record = _write_to_log(job, position.rank)
     setup(None, position.rank, position.node_rank, True, job.json_lines)
     keep_stacks(Path(job.logs), position.rank)
-    watch = ScriptMonitor(job, position, sender(grant.sample_socket), imports_file(grant))
+    watch = ScriptMonitor(job, position, Sender(grant.sample_socket).send, imports_file(grant))
     launched = positions.launched = positions.Launched(start, watch.hand_over)
     code = _run(job, position, path, record)
     try:

@@ -5,14 +5,19 @@ import os
 import socket
 import stat
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from tandem.telemetry.messages import Message, Send, decode, encode
+from tandem.telemetry.messages import Heartbeat, Message, decode, encode
+from tandem.timeouts import LAST_MESSAGES_POLL_SECONDS, LAST_MESSAGES_SECONDS
 
 logger = logging.getLogger("tandem")
 
 MAX_MESSAGE_BYTES = 64 * 1024
+MOST_WAITING = 200
+"""The kernel's queue takes 10 messages (net.unix.max_dgram_qlen); a busy agent reads them late."""
 
 
 class Receiver:
@@ -82,31 +87,66 @@ class Receiver:
 
 
 class Sender:
-    """Sends messages to the Receiver at `path`; never raises, never blocks, drops what it cannot send."""
+    """Sends messages to the Receiver at `path`, or nowhere if it is None; never raises.
 
-    def __init__(self, path: Path) -> None:
+    `send` never blocks. Messages that a full queue does not take are sent before the next ones, up to
+    MOST_WAITING: a metric that counts up would lose an increment for good. Heartbeats are not kept, because
+    the next one replaces them.
+    """
+
+    def __init__(self, path: str | Path | None) -> None:
         self.dropped = 0
-        self._path = path
+        self._path = path if path is None else Path(path)
         # The training thread, the heartbeat thread and the checkpoint writer send through one socket.
         self._lock = threading.Lock()
+        self._waiting = deque[bytes]()
         self._socket: socket.socket | None = None
 
     def send(self, message: Message) -> bool:
         """Send a message; return True if it is in the receiver's queue."""
+        if self._path is None:
+            return False
         with self._lock:
             try:
                 data = encode(message)
                 if len(data) > MAX_MESSAGE_BYTES:
                     raise ValueError("too long")
+                self._send_waiting()
                 self._send(data)
                 return True
+            except BlockingIOError:
+                if not isinstance(message, Heartbeat) and len(self._waiting) < MOST_WAITING:
+                    self._waiting.append(data)
+                else:
+                    self.dropped += 1
+                return False
             except (OSError, ValueError, TypeError, RecursionError):
                 self.dropped += 1
                 return False
 
     def close(self) -> None:
+        """Send what is waiting, for at most LAST_MESSAGES_SECONDS."""
+        deadline = time.monotonic() + LAST_MESSAGES_SECONDS
+        while self._waiting and not self._has_sent_all() and time.monotonic() < deadline:
+            time.sleep(LAST_MESSAGES_POLL_SECONDS)
         with self._lock:
             self._disconnect()
+
+    def _has_sent_all(self) -> bool:
+        """Send what is waiting; return False if the queue is full."""
+        with self._lock:
+            try:
+                self._send_waiting()
+            except BlockingIOError:
+                return False
+            except OSError:  # the agent is gone
+                self._waiting.clear()
+        return True
+
+    def _send_waiting(self) -> None:
+        while self._waiting:
+            self._send(self._waiting[0])
+            self._waiting.popleft()
 
     def _send(self, data: bytes) -> None:
         if self._socket is not None:
@@ -118,10 +158,10 @@ class Sender:
         self._connect().send(data)
 
     def _connect(self) -> socket.socket:
+        assert self._path is not None
         new = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            # A full queue drops the message, because training must not wait for an agent that is busy or
-            # stopped.
+            # Training must not wait for an agent that is busy or stopped.
             new.setblocking(False)
             _at_path(self._path, new.connect)
         except BaseException:
@@ -134,11 +174,6 @@ class Sender:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-
-
-def sender(path: str | None) -> Send:
-    """Return the function that sends a rank's messages: to the receiver at `path`, or nowhere."""
-    return Sender(Path(path)).send if path is not None else lambda message: None
 
 
 def _at_path(path: Path, use: Callable[[str], object]) -> None:
