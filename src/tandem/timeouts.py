@@ -324,9 +324,9 @@ TOOL_ANSWER_SECONDS = 20.0
 
 JOIN_POLL_SECONDS = 0.01
 """Between two looks for the other nodes' answers: one small read."""
-JOIN_SPEED_SECONDS = 0.25
-"""For products on a device: two and a half periods of the kernel's CPU limit, which are 0.1 s by default."""
-JOIN_LINK_SECONDS = 0.12
+JOIN_SPEED_SECONDS = 0.2
+"""For products on a device: two periods of the kernel's CPU limit, which are 0.1 s by default."""
+JOIN_LINK_SECONDS = 0.1
 """For bursts in one direction of a link: several of 20 ms."""
 JOIN_PEER_SECONDS = 5.0
 """For a message of the other end of a link: it connects at once, or cannot."""

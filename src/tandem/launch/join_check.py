@@ -60,7 +60,7 @@ VolumeCheck = Callable[[Path], Iterable[ConnectivityProblem]]
 
 
 @dataclass(frozen=True)
-class TestOrder:
+class CheckOrder:
     """What the nodes of `nodes` are to test now; each has the arguments for its part. `verdict` ends it."""
 
     kind: str
@@ -69,7 +69,7 @@ class TestOrder:
 
 
 @dataclass(frozen=True)
-class TestAnswer:
+class CheckAnswer:
     """What a node measured, by name, and checks that failed; `names` is text that others need."""
 
     values: dict[str, float] = field(default_factory=dict)
@@ -157,20 +157,20 @@ class NodeUnderTest:
             ) from error
 
     def take_part(self, store: TCPStore) -> dict[str, Any]:
-        """TestAnswer all orders; return the verdict. Raises RuntimeError if the store is lost."""
+        """CheckAnswer all orders; return the verdict. Raises RuntimeError if the store is lost."""
         store.set(_answer_key(HELLO, self.number), _text(self.hello()))
         number = HELLO
         while True:
             number += 1
             while not store.check([_order_key(number)]):
                 time.sleep(JOIN_POLL_SECONDS)
-            order = checked(TestOrder, json.loads(store.get(_order_key(number))))
+            order = checked(CheckOrder, json.loads(store.get(_order_key(number))))
             if order.verdict:
                 return order.verdict
             if str(self.number) in order.nodes:
                 store.set(_answer_key(number, self.number), _text(self.obey(order)))
 
-    def hello(self) -> TestAnswer:
+    def hello(self) -> CheckAnswer:
         """Check what needs no other node, and say where this node listens."""
         began = time.monotonic()
         checks = list[ConnectivityProblem]()
@@ -194,23 +194,23 @@ class NodeUnderTest:
             "token": self._listener.token,
             "machine": machine,
         }
-        return TestAnswer(values, names, [_as_json(each) for each in checks])
+        return CheckAnswer(values, names, [_as_json(each) for each in checks])
 
-    def obey(self, order: TestOrder) -> TestAnswer:
+    def obey(self, order: CheckOrder) -> CheckAnswer:
         """Carry out this node's part of an order."""
         arguments = order.nodes[str(self.number)]
         if order.kind == "clock":
-            return TestAnswer({"time": time.time()})
+            return CheckAnswer({"time": time.time()})
         if order.kind == "speed":
             return self._speed()
         try:
             found = measure_link(*arguments) if arguments else self._listener.measure()
         except OSError as error:
-            return TestAnswer(names={"error": str(error)})
-        return TestAnswer({"rate": found.rate, "latency": found.latency})
+            return CheckAnswer(names={"error": str(error)})
+        return CheckAnswer({"rate": found.rate, "latency": found.latency})
 
     @staticmethod
-    def _speed() -> TestAnswer:
+    def _speed() -> CheckAnswer:
         values = dict[str, float]()
         for device in devices():
             try:
@@ -219,10 +219,10 @@ class NodeUnderTest:
                 values[name] = speed.rate
                 values |= {"throttled": speed.throttled} if device.type == "cpu" else {}
             except RuntimeError as error:
-                return TestAnswer(
+                return CheckAnswer(
                     values, checks=[_as_json(_failed("speed", f"{device}: {first_line(error)}"))]
                 )
-        return TestAnswer(values)
+        return CheckAnswer(values)
 
 
 class SpeedTry(NamedTuple):
@@ -241,7 +241,7 @@ class CheckCoordinator:
         self._all = range(nodes)
         self._patience = patience
         self._number = HELLO
-        self._hellos = dict[int, TestAnswer]()
+        self._hellos = dict[int, CheckAnswer]()
         self._checks: dict[int, list[ConnectivityProblem]] = {each: [] for each in self._all}
         self._unclear = list[ConnectivityProblem]()
         self._silent = set[int]()
@@ -259,7 +259,7 @@ class CheckCoordinator:
         local = max(each.values["seconds"] for each in self._hellos.values())
         verdict = self._verdict(local + time.monotonic() - began)
         self._number += 1
-        self._store.set(_order_key(self._number), _text(TestOrder("end", verdict=verdict)))
+        self._store.set(_order_key(self._number), _text(CheckOrder("end", verdict=verdict)))
         return verdict
 
     @property
@@ -275,22 +275,22 @@ class CheckCoordinator:
                 text = f"it did not come within {self._patience:.0f} s"
                 self._checks[node].append(_failed("start", text))
 
-    def _ask(self, kind: str, nodes: Mapping[int, Sequence[Any]]) -> dict[int, TestAnswer]:
+    def _ask(self, kind: str, nodes: Mapping[int, Sequence[Any]]) -> dict[int, CheckAnswer]:
         """Give an order to some nodes, this one possibly among them; return their answers."""
         self._number += 1
-        order = TestOrder(kind, {str(node): list(arguments) for node, arguments in nodes.items()})
+        order = CheckOrder(kind, {str(node): list(arguments) for node, arguments in nodes.items()})
         self._store.set(_order_key(self._number), _text(order))
         answers = {0: self._node.obey(order)} if 0 in nodes else {}
         return answers | self._collect(self._number, [each for each in nodes if each], JOIN_ANSWER_SECONDS)
 
-    def _collect(self, number: int, nodes: Sequence[int], seconds: float) -> dict[int, TestAnswer]:
+    def _collect(self, number: int, nodes: Sequence[int], seconds: float) -> dict[int, CheckAnswer]:
         keys = {_answer_key(number, node): node for node in nodes}
         ends = time.monotonic() + seconds
         known = set[str]()
         # `known` is of this order only, and all of its keys are read again: they are few and small.
         while len(found := read_all(self._store, list(keys), known)) < len(keys) and time.monotonic() < ends:
             time.sleep(JOIN_POLL_SECONDS)
-        answers = {keys[key]: checked(TestAnswer, json.loads(text)) for key, text in found.items()}
+        answers = {keys[key]: checked(CheckAnswer, json.loads(text)) for key, text in found.items()}
         for node, answer in answers.items():
             for each in answer.checks:
                 failed = ConnectivityProblem(each["name"], "fail", each["said"], each["remedy"])
@@ -333,10 +333,9 @@ class CheckCoordinator:
             self._checks[node].append(_failed("clock", text))
 
     def _compare_speeds(self) -> None:
-        self._measure_speeds()
-        # Once more, because the slow try may have been a bad moment. Only both together count.
-        if self._slow_devices():
-            self._measure_speeds()
+        self._measure_speeds(self._present)
+        # Those once more, because the slow try may have been a bad moment. The better one counts.
+        self._measure_speeds({node for node, _ in self._slow_devices()}.intersection(self._present))
         for (node, name), share in self._slow_devices().items():
             tries = self._speeds[node, name]
             text = (
@@ -346,10 +345,10 @@ class CheckCoordinator:
                 text += f"; a CPU limit stops it for {limit:.0%} of the time"
             self._checks[node].append(_failed("speed", text))
 
-    def _measure_speeds(self) -> None:
-        """Let all nodes measure at the same time, but nodes of one machine only as many as it has cores."""
-        for nodes in _turns({node: self._hellos[node] for node in self._present}):
-            for node, answer in self._ask("speed", dict.fromkeys(nodes, ())).items():
+    def _measure_speeds(self, nodes: Iterable[int]) -> None:
+        """Let nodes measure at the same time, but those of one machine only as many as it has cores."""
+        for turn in _turns({node: self._hellos[node] for node in sorted(nodes)}):
+            for node, answer in self._ask("speed", dict.fromkeys(turn, ())).items():
                 throttled = answer.values.get("throttled", 0.0)
                 for name, rate in answer.values.items():
                     if name != "throttled":
@@ -391,7 +390,7 @@ class CheckCoordinator:
             parts[second] = ()
         answers = self._ask("link", parts)
         for first, second in pairs:
-            ends = [answers.get(each, TestAnswer()).values for each in (first, second)]
+            ends = [answers.get(each, CheckAnswer()).values for each in (first, second)]
             rate = min(each.get("rate", 0.0) for each in ends)
             self._links.append(rules.LinkRate(first, second, rate, ends[0].get("latency", 0.0)))
 
@@ -421,7 +420,7 @@ class CheckCoordinator:
                 yield f"link to node {partner} {_described(link)}"
 
 
-def _turns(hellos: Mapping[int, TestAnswer]) -> Iterator[list[int]]:
+def _turns(hellos: Mapping[int, CheckAnswer]) -> Iterator[list[int]]:
     """Yield the nodes that measure at the same time: of one machine, no more than it has cores."""
     machines = dict[str, list[int]]()
     for node, hello in hellos.items():
@@ -449,7 +448,7 @@ def _kind(name: str) -> str:
 def _described(link: rules.LinkRate) -> str:
     if not link.rate:
         return "no connection"
-    return f"{link.rate * 8 / 1e9:,.2f} Gbit/s, {format_duration(link.latency)}"
+    return f"{link.rate * 8 / 1e9:,.2f} Gbit/s, {1e3 * link.latency:.2f} ms"
 
 
 def _failed(name: str, text: str) -> ConnectivityProblem:
@@ -460,7 +459,7 @@ def _as_json(check: ConnectivityProblem) -> dict[str, str]:
     return {"name": check.name, "state": check.state, "said": check.text, "remedy": check.remedy}
 
 
-def _text(message: TestOrder | TestAnswer) -> str:
+def _text(message: CheckOrder | CheckAnswer) -> str:
     return json.dumps(asdict(message))
 
 

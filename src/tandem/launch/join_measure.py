@@ -18,10 +18,9 @@ import torch
 from tandem.text import first_line
 from tandem.timeouts import JOIN_LINK_SECONDS, JOIN_PEER_SECONDS, JOIN_SPEED_SECONDS
 
-SIZE = 512
+SIZE = 256
 ENTRIES = 8
 """Entries are whole numbers up to this, so that each sum of SIZE products is exact in float32 and TF32."""
-CPU_SIZE = 256
 GPU_SIZE = 4096
 TOKEN_BYTES = 32
 PINGS = 16
@@ -146,7 +145,7 @@ def speed_of(device: torch.device, seconds: float = JOIN_SPEED_SECONDS) -> Speed
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        matrix = torch.ones(CPU_SIZE, CPU_SIZE)
+        matrix = torch.ones(SIZE, SIZE)
         matrix @ matrix  # the first product loads the library
         files = list(cpu_stat_files())
         own = OwnTime(files)

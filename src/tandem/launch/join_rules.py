@@ -14,7 +14,11 @@ from tandem.timeouts import CLOCK_SKEW_SECONDS
 ENOUGH_SHARED_BYTES = 256 * 2**20
 """Docker's default is 64 MiB, which a few batches of images in loader processes fill."""
 SLOW_SHARE = 1 / 3
-"""Of the median of the other nodes. Equal nodes on a busy machine differ by less, see `OwnTime`."""
+"""Of the median of the other nodes. Equal nodes on a busy machine differ by less, see `OwnTime`.
+
+Of an even number of others, the worse of the two in the middle counts: of three nodes, one that is fast must
+not make the other two slow.
+"""
 SLOW_LATENCY = 10
 LEAST_LATENCY_SECONDS = 0.005
 """A round trip is too slow if it is so many times the median of the others, and this much longer."""
@@ -96,7 +100,7 @@ def far_below(values: Mapping[Key, float]) -> dict[Key, float]:
     shares = dict[Key, float]()
     for key, value in values.items():
         others = [each for other, each in values.items() if other != key]
-        if others and value < SLOW_SHARE * (median := statistics.median(others)):
+        if others and value < SLOW_SHARE * (median := statistics.median_low(others)):
             shares[key] = value / median
     return shares
 
@@ -116,14 +120,17 @@ def slow_links(links: Sequence[LinkRate]) -> dict[int, int]:
 
 
 def _is_slow(link: LinkRate, others: Sequence[LinkRate]) -> bool:
-    latency = statistics.median(each.latency for each in others)
+    latency = statistics.median_high(each.latency for each in others)
     is_late = link.latency > max(SLOW_LATENCY * latency, latency + LEAST_LATENCY_SECONDS)
-    return is_late or link.rate < SLOW_SHARE * statistics.median(each.rate for each in others)
+    return is_late or link.rate < SLOW_SHARE * statistics.median_low(each.rate for each in others)
 
 
 def needs_another_round(nodes: Sequence[int], links: Sequence[LinkRate], rounds: int) -> bool:
-    """Return whether a node has no measured link yet, or a slow one with too few partners to be sure."""
+    """Return whether a node has no link yet, or none to compare with, or too few partners to be sure."""
     if rounds >= rounds_of(nodes):
         return False
-    met = {each for link in links for each in (link.first, link.second)}
-    return not met.issuperset(nodes) or any(count < PARTNERS for count in slow_links(links).values())
+    for node in nodes:
+        own = sum(link.partner_of(node) is not None for link in links)
+        if not 0 < own < len(links):
+            return True
+    return any(count < PARTNERS for count in slow_links(links).values())
