@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.config import Settings
+from tandem.distributed.devices import product_problem
 from tandem.distributed.neighbor_link import own_address
 from tandem.errors import FAILED, FINISHED, ConfigError, PeerLostError
 from tandem.launch import join_rules as rules
@@ -27,7 +28,6 @@ from tandem.launch.join_measure import (
     devices,
     kind_of,
     measure_link,
-    product_problem,
     speed_of,
 )
 from tandem.launch.rendezvous import LEFT_KEY, StoreLostError, read_all, stay_until_all_left

@@ -8,19 +8,17 @@ import hmac
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from tandem.text import first_line
+from tandem.process import control_groups
 from tandem.timeouts import JOIN_LINK_SECONDS, JOIN_PEER_SECONDS, JOIN_SPEED_SECONDS
 
 SIZE = 256
-ENTRIES = 8
-"""Entries are whole numbers up to this, so that each sum of SIZE products is exact in float32 and TF32."""
 GPU_SIZE = 4096
 TOKEN_BYTES = 32
 PINGS = 16
@@ -34,19 +32,10 @@ OK = b"k"
 
 
 def cpu_stat_files(root: Path = Path("/")) -> Iterator[Path]:
-    """Yield the cpu.stat of this process's control group and of those above it (cgroups(7), 1 and 2)."""
-    with suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-            number, controllers, path = line.split(":", 2)
-            if "cpu" not in controllers.split(",") and number != "0":
-                continue
-            mount = root / "sys/fs/cgroup" / ("cpu" if number != "0" else "")
-            folder = Path(path)
-            # In a container the path may be that of the host, and only the mount itself is there.
-            for each in (folder, *folder.parents):
-                file = mount / str(each).lstrip("/") / "cpu.stat"
-                if file.is_file():
-                    yield file
+    """Yield the cpu.stat of this process's control groups and of those above them."""
+    for folder, _ in control_groups(root, "cpu"):
+        if (folder / "cpu.stat").is_file():
+            yield folder / "cpu.stat"
 
 
 def throttled_seconds(files: list[Path]) -> float:
@@ -110,27 +99,6 @@ def kind_of(device: torch.device) -> str:
     return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
-def product_problem(device: torch.device) -> str:
-    """Multiply two matrices whose product is exact on any device; return what is wrong with it, or "".
-
-    The sums of the product's rows and columns follow from the factors without it (Huang and Abraham, 1984).
-    """
-    drawn = torch.Generator().manual_seed(1)
-    one, other = (
-        torch.randint(-ENTRIES, ENTRIES + 1, (SIZE, SIZE), generator=drawn).float() for _ in range(2)
-    )
-    try:
-        product = torch.matmul(one.to(device), other.to(device)).cpu().double()
-    except RuntimeError as error:  # CUDA's errors have no other type
-        return f"{device} cannot multiply matrices: {first_line(error)}"
-    columns = product.sum(0) != one.double().sum(0) @ other.double()
-    rows = product.sum(1) != one.double() @ other.double().sum(1)
-    wrong = int(columns.sum() + rows.sum())
-    return (
-        f"{device} multiplies wrongly: {wrong} of {2 * SIZE} sums of an exact product differ" if wrong else ""
-    )
-
-
 class Speed(NamedTuple):
     """Products per second of a device, and the share of the time in which a CPU limit stopped this node."""
 
@@ -168,12 +136,15 @@ def _speed_of_gpu(device: torch.device, seconds: float) -> float:
         best = float("inf")
         ends = time.monotonic() + seconds
         while time.monotonic() < ends:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            # torch has no annotations for this class.
+            make: Callable[..., Any] = torch.cuda.Event
+            begin = make(enable_timing=True)
+            end = make(enable_timing=True)
             begin.record()
             torch.matmul(matrix, matrix)
             end.record()
             end.synchronize()
-            best = min(best, begin.elapsed_time(end))
+            best = min(best, float(begin.elapsed_time(end)))
     return 1000 / best
 
 

@@ -33,7 +33,7 @@ from tandem.errors import (
 from tandem.log import log_if_slow
 from tandem.rank.session import RankSession
 from tandem.rank.smaller_batches import OutOfMemoryHandler
-from tandem.rank.wrong_nodes import leaving_out
+from tandem.rank.wrong_nodes import check_products, leaving_out
 from tandem.signals import StopFlag
 from tandem.tasks.base import WholeTask, load_task, task_class
 from tandem.tasks.build import datasets_of, model_of
@@ -230,6 +230,8 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
     with leaving_out(session), saver, log_if_slow(first) if world.is_first else nullcontext():
         # After the task has ended a run, another --steps or --epochs continues it.
         saver.is_end = resume_point.ended_of == planned
+        if world.size > 1:
+            check_products(session)
         with handler.watching():
             if resume_point.owes_evaluation:
                 repeat_evaluation(training)

@@ -1,4 +1,4 @@
-"""Restart all ranks without a node that computes wrongly, where a spare may take its place."""
+"""Find nodes that compute wrongly, and restart all ranks without them, where a spare may take their place."""
 
 import contextlib
 import logging
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 from tandem.checkpoint.snapshot import forget_after
+from tandem.distributed.devices import product_problem
 from tandem.distributed.group_store import open_store
 from tandem.distributed.restart_notes import WrongNode
 from tandem.errors import ReplayMismatchError, WrongNodeError
@@ -37,6 +38,22 @@ def leaving_out(session: RankSession) -> Iterator[None]:
             forget_after(region, clean)
         session.world.on_first(lambda: _set_aside(session, node, clean, why))
         raise WrongNodeError(f"node {node} computes wrongly") from error
+
+
+def check_products(session: RankSession) -> None:
+    """Multiply two matrices on each device of each rank, before the first step of a generation.
+
+    Raises ReplayMismatchError on all ranks if a product is wrong. This takes some milliseconds.
+    """
+    world = session.world
+    problems = [problem for device in world.devices if (problem := product_problem(device))]
+    told = world.gather_json([session.position.node_rank, "; ".join(problems)])
+    wrong = {rank: (node, why) for rank, (node, why) in enumerate(told) if why}
+    if wrong:
+        named = "; ".join(f"rank {rank} on node {node}: {why}" for rank, (node, why) in wrong.items())
+        nodes = sorted({node for node, _ in wrong.values()})
+        # Nothing was trained yet, so what the run resumes from is right.
+        raise ReplayMismatchError(f"{named}; leave that machine out", nodes, session.resume_point.step)
 
 
 def _set_aside(session: RankSession, node: int, clean: int, why: str) -> None:
