@@ -243,7 +243,8 @@ def _exchange(run: Measured, step: float) -> Iterable[_Limit]:
         return
     text = f"slow link: {share:.0%} of a step is the exchange of gradients{size}"
     is_compressed = run.settings.get("gradient_compression") not in (None, "none")
-    remedy = "" if is_compressed else ", or --gradient-compression bf16"
+    # What fsdp exchanges cannot be compressed.
+    remedy = "" if is_compressed or run.settings.get("strategy") == "fsdp" else ", or --gradient-compression bf16"
     yield _Limit(share, f"{text}; try a larger --batch-size{remedy}, or a faster network")
 
 
