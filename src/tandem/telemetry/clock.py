@@ -220,8 +220,10 @@ class HostTimer:
         """Return the times of steps that are known by now."""
         waits = self._waits
         self._waits = {}  # waits before the next step belong to none
-        wait = self._spent["wait"] + waits.pop("wait", 0.0)
-        return [StepTimes(**{**self._spent, "wait": wait}, waits=waits)]
+        times = StepTimes(**self._spent)
+        times.wait += waits.pop("wait", 0.0)
+        times.waits = waits
+        return [times]
 
     def pause(self) -> None:
         """Nothing to do: `begin` reads the clock."""
