@@ -11,15 +11,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group("gloo")
 torch.set_num_threads(1)
-model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+layers = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
 shards = os.environ["KIND"] == "fsdp"
 if shards:
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model[0], model[2]:
+    for layer in layers[0], layers[2]:
         fully_shard(layer, mesh=mesh)
-    model = fully_shard(model, mesh=mesh)
-else:
-    model = DistributedDataParallel(model)
+    fully_shard(layers, mesh=mesh)
+model = layers if shards else DistributedDataParallel(layers)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 while True:
     if dist.get_rank() == int(os.environ["SLOW"]):

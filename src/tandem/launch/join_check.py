@@ -334,7 +334,7 @@ class CheckCoordinator:
 
     def _compare_speeds(self) -> None:
         self._measure_speeds(self._present)
-        # Those once more, because the slow try may have been a bad moment. The better one counts.
+        # Measure these again, because the slow try may have been a bad moment. The better one counts.
         self._measure_speeds({node for node, _ in self._slow_devices()}.intersection(self._present))
         for (node, name), share in self._slow_devices().items():
             tries = self._speeds[node, name]

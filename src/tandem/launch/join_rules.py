@@ -14,7 +14,7 @@ from tandem.timeouts import CLOCK_SKEW_SECONDS
 ENOUGH_SHARED_BYTES = 256 * 2**20
 """Docker's default is 64 MiB, which a few batches of images in loader processes fill."""
 SLOW_SHARE = 1 / 3
-"""Of the median of the other nodes. Equal nodes on a busy machine differ by less, see `OwnTime`.
+"""A share of the median of the other nodes. Equal nodes on a busy machine differ by less, see `OwnTime`.
 
 Of an even number of others, the worse of the two in the middle counts: of three nodes, one that is fast must
 not make the other two slow.
@@ -23,14 +23,14 @@ SLOW_LATENCY = 10
 LEAST_LATENCY_SECONDS = 0.005
 """A round trip is too slow if it is so many times the median of the others, and this much longer."""
 PARTNERS = 2
-"""With how many other nodes a link must be slow."""
+"""The number of other nodes with which a link must be slow."""
 NOBODY = -1
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 class ClockOffset(NamedTuple):
-    """By how many seconds a clock is ahead of node 0's, and by how much that may be wrong."""
+    """The seconds by which a clock is ahead of node 0's, and the uncertainty of that number."""
 
     ahead: float
     uncertainty: float

@@ -220,8 +220,8 @@ class HostTimer:
         """Return the times of steps that are known by now."""
         waits = self._waits
         self._waits = {}  # waits before the next step belong to none
-        wait = self._spent["wait"] + waits.pop("wait", 0.0)
-        return [StepTimes(**{**self._spent, "wait": wait}, waits=waits)]
+        self._spent["wait"] += waits.pop("wait", 0.0)
+        return [StepTimes(**self._spent, waits=waits)]
 
     def pause(self) -> None:
         """Nothing to do: `begin` reads the clock."""
@@ -286,7 +286,7 @@ class DeviceTimer:
         seconds = dict.fromkeys(TIMES, 0.0)
         for (_, before), (phase, event) in zip(marks, marks[1:], strict=False):
             seconds[phase] += before.elapsed_time(event) / 1e3
-        return StepTimes(**seconds)
+        return StepTimes(**seconds, waits={})
 
 
 def _event() -> Any:

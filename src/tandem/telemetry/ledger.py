@@ -157,7 +157,7 @@ def account(periods: Sequence[Period]) -> Ledger:
         is_same_launch = following is not None and following.launch == period.launch
         # A launch that was killed could not write a cause.
         cause = period.end or (OTHER if is_same_launch else KILLED)
-        # Without an end, the last period may still go on, so that nothing has been repeated yet.
+        # Without an end, the last period may not be over, so that nothing has been repeated yet.
         redone = 0.0 if is_last and not period.end else _redone(period, training, survivors[at])
         parts["steps"] += training - redone
         parts["redone"] += redone
