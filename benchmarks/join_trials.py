@@ -30,7 +30,7 @@ HOGS_PER_CORE = 2
 
 @dataclass
 class Counts:
-    """`right`: faulty nodes named for their fault and nothing else. `wrong`: healthy nodes that were named."""
+    """`right`: faulty nodes named for their fault only. `wrong`: healthy nodes that were named."""
 
     planted: int = 0
     right: int = 0
