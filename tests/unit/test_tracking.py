@@ -171,10 +171,10 @@ def test_one_sender_at_a_time(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"tracker": null}')
     with pytest.raises(ConfigError, match="this run has no tracker; use --tracker mlflow"):
         run("track", [str(tmp_path)], {})
-    with tracking.alone(tmp_path, wait=True), pytest.raises(ConfigError, match="wait until it has ended"):
-        with tracking.alone(tmp_path, wait=False):
+    with tracking.exclusive_sender(tmp_path, wait=True), pytest.raises(ConfigError, match="wait until it has ended"):
+        with tracking.exclusive_sender(tmp_path, wait=False):
             pass
-    with tracking.alone(tmp_path, wait=False):
+    with tracking.exclusive_sender(tmp_path, wait=False):
         pass
 
 
