@@ -59,6 +59,12 @@ QUESTIONS = (
     Question(
         "Clock differences, second launches, secrets, signals", "trust_trials.py", "trust_*.json", SMALL
     ),
+    Question(
+        "Node check",
+        "join_trials.py",
+        "node_check.json",
+        "`tandem doctor --join` on eight network namespaces of one machine.",
+    ),
     Question("A long run that is killed repeatedly", "endurance.py", "endurance.json", SMALL),
     Question("A long run without faults", "endurance.py --steps 1000000 --kills 0", "long_run.json", SMALL),
     Question("A CPU hog on each core", "busy_machine.py", "busy_machine.json", CNN),

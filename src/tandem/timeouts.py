@@ -324,6 +324,19 @@ CHECK_SECONDS = 600.0
 TOOL_ANSWER_SECONDS = 20.0
 """For `tandem doctor`: another program's --version or --help."""
 
+# The node check (verify/join.py, verify/join_measure.py): together under 3 s with eight nodes on two cores
+
+JOIN_POLL_SECONDS = 0.01
+"""Between two looks for the other nodes' answers: one small read."""
+JOIN_SPEED_SECONDS = 0.2
+"""For products on a device: two periods of the kernel's CPU limit, which are 0.1 s by default."""
+JOIN_LINK_SECONDS = 0.1
+"""For bursts in one direction of a link: several of 20 ms."""
+JOIN_PEER_SECONDS = 5.0
+"""For a message of the other end of a link: it connects at once, or cannot."""
+JOIN_ANSWER_SECONDS = 20.0
+"""For a node's answer to one test. Longer than JOIN_PEER_SECONDS, so that a dead link is not a dead node."""
+
 # Blocks of data from object stores (data/ranges.py, data/block_cache.py, data/block_fetcher.py)
 
 BLOCK_DEADLINE_SECONDS = 60.0

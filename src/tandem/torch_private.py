@@ -7,6 +7,8 @@ does not exist in 2.6.
 |---|---|
 | `batchnorm._NormBase` | the public BatchNorm classes |
 | `Variable._execution_engine` | the wait for other ranks counts as backward: no straggler is reported |
+| `distributed._broadcast_coalesced` | waits for buffers count as own time: a straggler may not be reported |
+| `_functional_collectives.wait_tensor`, `wait_tensors` | the same for waits of DTensors |
 | `_amp_foreach_non_finite_check_and_unscale_` | one `isfinite` for each gradient, slower |
 | `GradScaler._found_inf_per_device` | the gradients are checked once more |
 | `Optimizer._step_supports_amp_scaling` | the host reads in each step whether to skip it |
@@ -109,6 +111,28 @@ def hook_gradient_wait(before: Callable[[], None], behind: Callable[[], None]) -
     with contextlib.suppress(AttributeError):
         queue = torch.autograd.Variable._execution_engine.queue_callback
         queue(then)
+
+
+def waiting_calls() -> list[tuple[Any, str]]:
+    """Return (owner, name) of the calls in which Python code waits for other ranks.
+
+    The functions of `torch.distributed` all wait in `Work.wait`. Functional collectives, which DTensors use,
+    and the broadcast of DDP's buffers wait in C++. The first is only listed if it has been imported.
+    """
+    import torch.distributed as dist
+
+    names = {
+        getattr(dist, "Work", None): ("wait",),
+        getattr(dist, "ProcessGroup", None): ("monitored_barrier",),
+        dist: ("_broadcast_coalesced",),
+        sys.modules.get("torch.distributed._functional_collectives"): ("wait_tensor", "wait_tensors"),
+    }
+    return [(owner, name) for owner, each in names.items() for name in each if hasattr(owner, name)]
+
+
+def is_compiling() -> bool:
+    """Return whether a compiler of torch traces the caller."""
+    return torch.compiler.is_compiling()
 
 
 def around_compilation(before: Callable[[], None], behind: Callable[[], None]) -> None:

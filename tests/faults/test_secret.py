@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from networks import Machine, machines
 from small_runs import Runs, rank_processes
 from test_listening import beyond_loopback, open_to
 
+from networks import Machine, machines
 from program_files import program_text
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]

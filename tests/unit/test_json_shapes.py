@@ -72,6 +72,21 @@ def of_doctor(folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     return run("doctor", ["--run-dir", str(folder)], capsys)
 
 
+def of_doctor_join(folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    from tandem.launch.join_check import CheckCoordinator, NodeUnderTest
+    from tandem.launch.rendezvous import serve
+    from tandem.platforms.environment import Placement
+
+    # Node 1 does not come.
+    placement = Placement("none", 2, 0, 1, "127.0.0.1", 0, nodes_share_host=True)
+    settings = Settings.from_dict({"run_dir": str(folder)})
+    node = NodeUnderTest(placement, settings, {}, lambda folder: ())
+    coordinator = CheckCoordinator(serve(placement, 0), node, 2, 0.1)
+    verdict = coordinator.run()
+    assert [each["state"] for each in verdict["nodes"]] == ["pass", "fail"] and not verdict["unclear"]
+    return {**verdict, "unclear": verdict["nodes"][1]["checks"]}
+
+
 def of_eval(folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     from tandem.launch.eval_command import format_scores
 
@@ -134,7 +149,7 @@ VERBS: dict[str, Callable[[Path, pytest.CaptureFixture[str]], Any]] = {
     "check": of_check,
     "verify-resume": of_verify_resume,
 }
-COMMANDS = {"verify-resume-command": of_audit, "runs-goodput": of_goodput}
+COMMANDS = {"verify-resume-command": of_audit, "runs-goodput": of_goodput, "doctor-join": of_doctor_join}
 """What a verb prints for another kind of target."""
 RUNNING = ("memory", "profile", "stacks")
 """Verbs that need a running run; tests/faults/test_inspected_runs.py compares their output."""

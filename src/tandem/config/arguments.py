@@ -110,6 +110,7 @@ EXAMPLES: Mapping[str, Mapping[str, str]] = {
     "doctor": {
         "tandem doctor": "this machine",
         "tandem doctor --nodes 2 --run-dir /shared/run --json": "as a node of a two-node job, as JSON",
+        "srun tandem doctor --join --run-dir /shared/run": "all nodes of a Slurm job, together",
     },
     "k8s": {
         "tandem k8s render --kind trainjob --with gpu,kueue": "print the manifest; needs no cluster",
@@ -157,7 +158,7 @@ READS: Mapping[str, Sequence[str]] = {
     "bench": (*_TRAINING, "nproc"),
     "doctor": (
         "run_dir", "data_dir", "workers", "device", "nodes", "node_rank", "master", "nproc",
-        "elastic", "shutdown_timeout",
+        "elastic", "spares", "master_timeout", "shutdown_timeout",
     ),
 }  # fmt: skip
 """The groups and settings that a verb reads and lists in its help. A verb without an entry reads all."""

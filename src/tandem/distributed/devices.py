@@ -16,6 +16,7 @@ from tandem.distributed.peers import is_gpu_failure
 from tandem.distributed.position import Position
 from tandem.errors import ConfigError, GpuLostError
 from tandem.process import control_groups
+from tandem.text import first_line
 
 # Bind a rank to the CPUs close to its GPU: on a NUMA host, memory of other nodes is slower.
 
@@ -262,6 +263,32 @@ def quota_of(root: Path) -> int:
                 most = min(most, int(quota) / int(period))
     # The value is rounded down: once a quota is used up, the kernel stops all threads of the group.
     return max(1, int(most))
+
+
+EXACT_SIZE = 256
+LARGEST_ENTRY = 8
+"""Of matrices of whole numbers: each sum of EXACT_SIZE products is then exact in float32, and in TF32."""
+
+
+def product_problem(device: torch.device) -> str:
+    """Multiply two matrices whose product is exact on any device; return what is wrong with it, or "".
+
+    The sums of the product's rows and columns follow from the factors without it (Huang and Abraham, 1984).
+    """
+    drawn = torch.Generator().manual_seed(1)
+    entries = -LARGEST_ENTRY, LARGEST_ENTRY + 1
+    shape = EXACT_SIZE, EXACT_SIZE
+    one, other = (torch.randint(*entries, shape, generator=drawn, device="cpu").float() for _ in range(2))
+    try:
+        product = torch.matmul(one.to(device), other.to(device)).cpu().double()
+    except RuntimeError as error:  # CUDA's errors have no other type
+        return f"{device} cannot multiply matrices: {first_line(error)}"
+    columns = product.sum(0) != one.double().sum(0) @ other.double()
+    rows = product.sum(1) != one.double() @ other.double().sum(1)
+    wrong = int(columns.sum() + rows.sum())
+    if not wrong:
+        return ""
+    return f"{device} multiplies wrongly: {wrong} of {2 * EXACT_SIZE} sums of an exact product differ"
 
 
 def allow_tf32() -> None:

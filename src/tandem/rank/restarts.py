@@ -14,6 +14,7 @@ from torch import nn
 from tandem.checkpoint.snapshot import forget_after
 from tandem.config.slices import DataConfig
 from tandem.data.batch_shares import equal_shares, halved
+from tandem.distributed.devices import product_problem
 from tandem.distributed.group_store import open_store
 from tandem.distributed.restart_notes import OutOfMemory, WrongNode, is_out_of_memory
 from tandem.errors import ReplayMismatchError, SmallerBatchError, WrongNodeError
@@ -91,6 +92,22 @@ class OutOfMemoryHandler:
                     found.write(open_store(position, connection, timedelta(seconds=LEAVE_SECONDS)))
                 raise SmallerBatchError(f"out of memory with micro-batches of {self._now}") from error
             raise
+
+
+def check_products(session: RankSession) -> None:
+    """Multiply two matrices on each device of each rank, before the first step of a generation.
+
+    Raises ReplayMismatchError on all ranks if a product is wrong. This takes some milliseconds.
+    """
+    world = session.world
+    problems = [problem for device in world.devices if (problem := product_problem(device))]
+    told = world.gather_json([session.position.node_rank, "; ".join(problems)])
+    wrong = {rank: (node, why) for rank, (node, why) in enumerate(told) if why}
+    if wrong:
+        named = "; ".join(f"rank {rank} on node {node}: {why}" for rank, (node, why) in wrong.items())
+        nodes = sorted({node for node, _ in wrong.values()})
+        # Nothing was trained yet, so what the run resumes from is right.
+        raise ReplayMismatchError(f"{named}; leave that machine out", nodes, session.resume_point.step)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from tandem.errors import (
     WrongNodeError,
 )
 from tandem.log import log_if_slow
-from tandem.rank.restarts import OutOfMemoryHandler, leaving_out
+from tandem.rank.restarts import OutOfMemoryHandler, check_products, leaving_out
 from tandem.rank.session import RankSession
 from tandem.signals import StopFlag
 from tandem.tasks.base import WholeTask, load_task, task_class
@@ -229,6 +229,8 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
     with leaving_out(session), saver, log_if_slow(first) if world.is_first else nullcontext():
         # After the task has ended a run, another --steps or --epochs continues it.
         saver.is_end = resume_point.ended_of == planned
+        if world.size > 1:
+            check_products(session)
         with handler.watching():
             if resume_point.owes_evaluation:
                 repeat_evaluation(training)

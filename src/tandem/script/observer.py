@@ -35,8 +35,8 @@ from tandem.timeouts import PROGRESS_SECONDS
 #
 # The wait for gradients is measured as in `telemetry/clock.py`: DDP waits in a callback at the end of
 # backward. One of tandem's callbacks runs before it and one after it. A hook on one parameter queues them and
-# does nothing to its gradient. Other waits, such as the script's own collectives, count as work. See
-# docs/architecture.md#user-scripts.
+# does nothing to its gradient. On CPUs, waits in collectives that the script calls are measured as well; on
+# GPUs they count as work. See docs/architecture.md#user-scripts.
 
 RECENT_STEPS = 50
 FEWEST_STEPS = 10
@@ -56,12 +56,14 @@ class StepHistory:
         self._locations: deque[str] = deque(maxlen=RECENT_PLACES)
         self._hooks = 0
         self._has_waited = False
+        self._open = "other"
 
     def stepped(self, optimizer: Any) -> None:
         """Record that a step of this optimizer is over."""
         parameter = _parameter(optimizer)
         if self._timer is None:
             self._timer = _timer(parameter)
+            self._observe_waits()
         else:
             self._timer.mark("optimizer")
             self._times += self._timer.end()
@@ -71,6 +73,7 @@ class StepHistory:
             with suppress(RuntimeError, AttributeError):
                 parameter.register_post_accumulate_grad_hook(self._in_backward)
         self._has_waited = False
+        self._open = "other"
         self._timer.begin()
 
     def seen_at(self, location: str) -> None:
@@ -95,10 +98,20 @@ class StepHistory:
 
     def _computed(self) -> None:
         self._timer.mark("other")
+        self._open = "wait"
 
     def _waited(self) -> None:
         self._timer.mark("wait")
+        self._open = "other"
         self._has_waited = True
+
+    def _observe_waits(self) -> None:
+        from tandem.telemetry.clock import HostTimer
+        from tandem.telemetry.collective_waits import observe_waits
+
+        timer = self._timer
+        if isinstance(timer, HostTimer):
+            observe_waits(lambda: timer.mark(self._open), lambda _: timer.waited(self._open))
 
 
 def _parameter(optimizer: Any) -> Any:

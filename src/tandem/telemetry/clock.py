@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -20,7 +21,8 @@ from torch import Tensor
 
 from tandem import running_clock
 from tandem.telemetry import profiling
-from tandem.telemetry.meter import StepTimes
+from tandem.telemetry.collective_waits import observe_waits
+from tandem.telemetry.meter import TIMES, StepTimes
 from tandem.torch_private import after_gradients, around_compilation
 
 STEP_PHASES = ("data", "transfer", "forward", "backward", "optimizer", "between")
@@ -110,6 +112,8 @@ class Clock:
         self.step += 1
         if self.step == self.first_step + 1:  # by now, the compiler is imported if it is used
             around_compilation(self._compiles, self._compiled)
+            if isinstance(self._timer, HostTimer):
+                observe_waits(partial(self._wait_begins, self._timer), partial(self._wait_ends, self._timer))
         self._enter("between")
         self._durations.append(self.since - self._step_began)
         self.longest_step = max(self.longest_step, self._durations[-1])
@@ -175,6 +179,13 @@ class Clock:
     def _compiled(self) -> None:
         self._enter(self._compilations.pop())
 
+    def _wait_begins(self, timer: "HostTimer") -> str:
+        timer.mark(self._open)
+        return self._open
+
+    def _wait_ends(self, timer: "HostTimer", phase: str) -> None:
+        timer.waited(phase)
+
     def _gradients_done(self) -> None:
         self._knows_wait = True
         self._timer.mark("backward")
@@ -189,18 +200,28 @@ class HostTimer:
 
     def begin(self) -> None:
         """Begin a step."""
-        self._spent = dict.fromkeys(StepTimes.__dataclass_fields__, 0.0)
+        self._spent = dict.fromkeys(TIMES, 0.0)
+        self._waits = dict[str, float]()
         self._last = time.perf_counter()
 
     def mark(self, phase: str) -> None:
-        """End the phase `phase`."""
+        """End the phase `phase`, or the part of it before a wait."""
         now = time.perf_counter()
         self._spent[phase] += now - self._last
         self._last = now
 
+    def waited(self, phase: str) -> None:
+        """End a wait for other ranks inside the phase `phase`."""
+        now = time.perf_counter()
+        self._waits[phase] = self._waits.get(phase, 0.0) + now - self._last
+        self._last = now
+
     def end(self) -> list[StepTimes]:
         """Return the times of steps that are known by now."""
-        return [StepTimes(**self._spent)]
+        waits = self._waits
+        self._waits = {}  # waits before the next step belong to none
+        self._spent["wait"] += waits.pop("wait", 0.0)
+        return [StepTimes(**self._spent, waits=waits)]
 
     def pause(self) -> None:
         """Nothing to do: `begin` reads the clock."""
@@ -262,10 +283,10 @@ class DeviceTimer:
     def _oldest(self) -> StepTimes:
         marks = self._steps.popleft()
         marks[-1][1].synchronize()
-        seconds = dict.fromkeys(StepTimes.__dataclass_fields__, 0.0)
+        seconds = dict.fromkeys(TIMES, 0.0)
         for (_, before), (phase, event) in zip(marks, marks[1:], strict=False):
             seconds[phase] += before.elapsed_time(event) / 1e3
-        return StepTimes(**seconds)
+        return StepTimes(**seconds, waits={})
 
 
 def _event() -> Any:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 PHASES = ("data", "transfer", "forward", "backward", "optimizer", "other")
+TIMES = (*PHASES, "wait")
+"""The parts of a step that a clock measures: the phases, and the wait at the end of backward."""
 ACTIVITIES = ("startup", "rendezvous", "resume", "train", "eval", "checkpoint", "drain")
 
 
@@ -34,7 +36,11 @@ WARMUP_STEPS = 20
 
 @dataclass(slots=True)  # one per step; not frozen, because creating a frozen one takes five times as long
 class StepTimes:
-    """Durations of one step on one rank; `wait` is the part of backward spent waiting for other ranks."""
+    """Durations of one step on one rank.
+
+    The phases are its own time. `wait` is the wait for other ranks at the end of backward. `waits` are those
+    inside the phases, in collectives, by phase; unknown on GPUs.
+    """
 
     data: float
     transfer: float
@@ -43,19 +49,22 @@ class StepTimes:
     optimizer: float
     other: float
     wait: float
+    waits: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def own(self) -> float:
-        """The whole step without the wait."""
+        """The whole step without the waits."""
         return self.data + self.transfer + self.forward + self.backward + self.optimizer + self.other
 
     @property
     def total(self) -> float:
-        return self.own + self.wait
+        return self.own + self.wait + sum(self.waits.values())
 
     def phases(self) -> dict[str, float]:
-        """Return seconds by PHASES, which add up to `total`: the wait is part of backward."""
-        return {name: getattr(self, name) for name in PHASES} | {"backward": self.backward + self.wait}
+        """Return seconds by PHASES with their waits, which add up to `total`."""
+        seconds = {name: getattr(self, name) + self.waits.get(name, 0.0) for name in PHASES}
+        seconds["backward"] += self.wait
+        return seconds
 
 
 @dataclass(frozen=True)

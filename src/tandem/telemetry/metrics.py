@@ -194,9 +194,9 @@ RANK_COMPUTE_SECONDS_MAX = Gauge("rank_compute_seconds_max",
     "Own time of the slowest rank in a typical step.", "stragglers")
 SLOWEST_RANK = Gauge("slowest_rank", "The rank with the most own time.", "stragglers")
 TYPICAL_STEP_SECONDS = Gauge("typical_step_seconds",
-    "A typical step, with the wait for gradients; absent for a script.", "stragglers")
+    "A typical step, with the waits for other ranks; absent for a script.", "stragglers")
 RANK_COMPUTE_SECONDS = Gauge("rank_compute_seconds",
-    "Own time of a typical step: all but the wait for gradients.", "stragglers", labels("rank", "node"))
+    "Own time of a typical step: all but the waits for other ranks.", "stragglers", labels("rank", "node"))
 RANK_DATA_SECONDS = Gauge("rank_data_seconds",
     "Time of a typical step spent waiting for data.", "stragglers", labels("rank", "node"))
 RANK_MEMORY_BYTES = Gauge("rank_memory_bytes",

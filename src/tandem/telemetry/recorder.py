@@ -81,8 +81,8 @@ def time_samples(steps: Sequence[StepTimes], sync_bytes: int) -> list[Sample]:
     if not steps:
         return []
     waited = sum(each.wait for each in steps)
-    phases = {name: sum(getattr(each, name) for each in steps) for name in PHASES}
-    phases["backward"] += waited
+    by_step = [each.phases() for each in steps]
+    phases = {name: sum(each[name] for each in by_step) for name in PHASES}
     return [
         # In nanoseconds, because more digits would only lengthen the message.
         metrics.STEP_DURATION_SECONDS.observe(*(round(each.total, 9) for each in steps)),

@@ -101,8 +101,11 @@ def in_collective(frame: FrameType | None) -> bool:
     Only the innermost frames count: the code of a wrapped model also has torch.distributed in its stack,
     further out, but does not wait there.
     """
-    if frame is not None and frame.f_code.co_filename.endswith("/torch/nn/parallel/distributed.py"):
-        return True  # DDP exchanges buffers
+    if frame is not None and frame.f_code.co_filename.endswith(
+        # DDP exchanges buffers, or a collective waits in C++.
+        ("/torch/nn/parallel/distributed.py", "/tandem/telemetry/collective_waits.py")
+    ):
+        return True
     while frame is not None and "/torch/" in frame.f_code.co_filename:
         if "/torch/distributed/" in frame.f_code.co_filename:
             return True

@@ -242,8 +242,10 @@ def _exchange(run: Measured, step: float) -> Iterable[_Limit]:
         yield _Limit(share, f"{text}; a larger --batch-size has fewer of them, and so do fewer ranks")
         return
     text = f"slow link: {share:.0%} of a step is the exchange of gradients{size}"
-    is_compressed = run.settings.get("gradient_compression") not in (None, "none")
-    remedy = "" if is_compressed else ", or --gradient-compression bf16"
+    # What fsdp exchanges cannot be compressed.
+    is_fsdp = run.settings.get("strategy") == "fsdp"
+    compresses = not is_fsdp and run.settings.get("gradient_compression") in (None, "none")
+    remedy = "" if not compresses else ", or --gradient-compression bf16"
     yield _Limit(share, f"{text}; try a larger --batch-size{remedy}, or a faster network")
 
 

@@ -42,8 +42,19 @@ def _config_options(parser: "Parser") -> None:
 
 
 def doctor(options: "Namespace", environ: Environment) -> int:
-    """Diagnose this machine; return 1 if a check fails, else 0."""
+    """Diagnose this machine, or test the nodes of a job; return 1 if a check fails, else 0."""
     from tandem.config import resolve
+
+    if options.join:
+        from tandem.launch.join_check import as_text, check_nodes
+        from tandem.verify.machine import volume
+
+        code, verdict = check_nodes(resolve(options.given, environ).settings, environ, volume)
+        if options.json:
+            print_json(verdict)
+        else:
+            print(as_text(verdict))
+        return code
     from tandem.verify.doctor import diagnose
 
     found = diagnose(resolve(options.given, environ).settings, environ)
@@ -56,6 +67,7 @@ def doctor(options: "Namespace", environ: Environment) -> int:
 
 
 def _doctor_options(parser: "Parser") -> None:
+    parser.option("--join", bool, "on every node of a job: test them together, and name those to leave out")
     parser.option("--json", bool, JSON)
 
 
@@ -144,7 +156,7 @@ VERBS: Mapping[str, Verb] = {
     ),
     "doctor": Verb(
         doctor,
-        "[--json] [settings]",
+        "[--join] [--json] [settings]",
         "check this machine: names, ports, volume, clock, versions, GPUs",
         _doctor_options,
     ),

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tandem.config import Settings
 from tandem.distributed.devices import DRIVER_FILE, why_no_gpu, why_refused
 from tandem.launch.connectivity import ConnectivityProblem
+from tandem.launch.join_rules import ENOUGH_SHARED_BYTES
 from tandem.log import counted
 from tandem.run.directory import RunDir
 from tandem.text import first_line, format_duration
@@ -130,8 +131,6 @@ def _is_setuid(name: str, program: str) -> bool:
 
 
 MIB = 2**20
-ENOUGH_SHARED_BYTES = 256 * MIB
-"""Docker's default is 64 MiB, which a few batches of images in loader processes fill."""
 ENOUGH_SPACE_BYTES = 256 * MIB
 TRIED_BYTES = MIB
 
@@ -170,7 +169,7 @@ def shared_memory(folder: Path, workers: Literal["auto"] | int) -> ConnectivityP
     return ConnectivityProblem(name, "pass", text)
 
 
-def volume(run_dir: Path, save_bytes: float) -> Iterator[ConnectivityProblem]:
+def volume(run_dir: Path, save_bytes: float = 0.0) -> Iterator[ConnectivityProblem]:
     """Check the run's volume: owner, space, and a small file written like a checkpoint.
 
     A directory that does not exist yet is judged by its nearest existing parent.
