@@ -57,13 +57,14 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(join_measure, "JOIN_LINK_SECONDS", 0.01)
 
 
-def test_the_node_with_a_fault_of_its_own_stays_out(tmp_path: Path) -> None:
-    verdict = checked(3, tmp_path, {2: WithoutVolume})
-    node = verdict["nodes"][2]
+@pytest.mark.parametrize("bad", [0, 2])
+def test_the_node_with_a_fault_of_its_own_stays_out(tmp_path: Path, bad: int) -> None:
+    verdict = checked(3, tmp_path, {bad: WithoutVolume})
+    node = verdict["nodes"][bad]
     assert node["state"] == "fail"
     assert ("run volume", "/run is read-only") in [(each["name"], each["said"]) for each in node["checks"]]
     text = as_text(verdict)
-    assert "run volume" in text and "mount it for writing" in text and "stays out: node 2" in text
+    assert "run volume" in text and "mount it for writing" in text and f"stays out: node {bad}" in text
 
 
 def test_a_node_that_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -268,6 +268,7 @@ class CheckCoordinator:
 
     def _meet(self) -> None:
         own = self._node.hello()
+        self._note_failed({0: own})
         others = self._collect(HELLO, [each for each in self._all if each], self._patience)
         self._hellos = dict(sorted({0: own, **others}.items()))
         for node in self._all:
@@ -281,6 +282,7 @@ class CheckCoordinator:
         order = CheckOrder(kind, {str(node): list(arguments) for node, arguments in nodes.items()})
         self._store.set(_order_key(self._number), _text(order))
         answers = {0: self._node.obey(order)} if 0 in nodes else {}
+        self._note_failed(answers)
         return answers | self._collect(self._number, [each for each in nodes if each], JOIN_ANSWER_SECONDS)
 
     def _collect(self, number: int, nodes: Sequence[int], seconds: float) -> dict[int, CheckAnswer]:
@@ -291,16 +293,19 @@ class CheckCoordinator:
         while len(found := read_all(self._store, list(keys), known)) < len(keys) and time.monotonic() < ends:
             time.sleep(JOIN_POLL_SECONDS)
         answers = {keys[key]: checked(CheckAnswer, json.loads(text)) for key, text in found.items()}
-        for node, answer in answers.items():
-            for each in answer.checks:
-                failed = ConnectivityProblem(each["name"], "fail", each["said"], each["remedy"])
-                self._checks[node].append(failed)
+        self._note_failed(answers)
         for node in nodes if number != HELLO else ():
             if node not in answers:
                 self._silent.add(node)
                 text = f"it gave no answer within {seconds:.0f} s"
                 self._checks[node].append(_failed("answer", text))
         return answers
+
+    def _note_failed(self, answers: Mapping[int, CheckAnswer]) -> None:
+        for node, answer in answers.items():
+            for each in answer.checks:
+                failed = ConnectivityProblem(each["name"], "fail", each["said"], each["remedy"])
+                self._checks[node].append(failed)
 
     def _compare_shared_memory(self) -> None:
         free = {node: each.values["shm"] for node, each in self._hellos.items()}
