@@ -1,9 +1,13 @@
-"""A slow rank is named though all ranks wait for each other inside the step, and nobody else is."""
+"""A slow rank is named though all ranks wait for each other inside the step, and nobody else is.
+
+The other ranks sleep for some of each step, so that several of these jobs fit on two cores.
+"""
 
 import json
 import os
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +71,14 @@ def start(processes: Any, tmp_path: Path, case: str, slow: int) -> Any:
     return processes.start([sys.executable, *words], cwd=tmp_path, env=environment)
 
 
-@pytest.mark.parametrize("case", CASES)
+def cases(slow: Collection[str]) -> list[Any]:
+    """All cases; those in `slow` belong to the gate, the others to the trials before a release."""
+    return [
+        pytest.param(case, marks=pytest.mark.slow if case in slow else pytest.mark.soak) for case in CASES
+    ]
+
+
+@pytest.mark.parametrize("case", cases(slow={"fsdp", "batchnorm", "script"}))
 def test_the_slow_rank_is_named(processes: Any, tmp_path: Path, case: str) -> None:
     process = start(processes, tmp_path, case, SLOW)
     found = first_straggler(tmp_path, process)
@@ -76,7 +87,7 @@ def test_the_slow_rank_is_named(processes: Any, tmp_path: Path, case: str) -> No
     assert found["own_seconds"] > 0.06  # it sleeps that long; the others are waiting meanwhile
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(slow={"fsdp"}))
 def test_nobody_is_named_if_all_ranks_are_equal(processes: Any, tmp_path: Path, case: str) -> None:
     process = start(processes, tmp_path, case, -1)
     events = tmp_path / "run" / "events.jsonl"

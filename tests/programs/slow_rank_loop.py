@@ -16,8 +16,7 @@ class Model(nn.Module):
         self.layers = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
 
     def forward(self, x):
-        if dist.get_rank() == int(os.environ["SLOW"]):
-            time.sleep(0.06)
+        time.sleep(0.06 if dist.get_rank() == int(os.environ["SLOW"]) else 0.012)
         mean = x.mean(0)
         dist.all_reduce(mean)
         return self.layers(x - mean / dist.get_world_size())

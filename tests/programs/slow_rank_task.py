@@ -23,8 +23,8 @@ class Block(nn.Module):
         self.shares = shares
 
     def forward(self, x):
-        if self.training and dist.get_rank() == self.slow:
-            time.sleep(0.02)
+        if self.training:
+            time.sleep(0.02 if dist.get_rank() == self.slow else 0.004)
         x = self.layers(x)
         if self.shares and self.training:
             mean = x.detach().mean(0)

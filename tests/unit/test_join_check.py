@@ -1,4 +1,8 @@
-"""The node check, between threads of one process and with what they measure on this machine."""
+"""The node check between threads of one process, and the parts that measure.
+
+Threads of one interpreter slow each other down, so the nodes here report a fixed speed and a fixed link.
+tests/faults/test_join_trials.py has nodes that measure.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -17,12 +21,25 @@ from tandem.distributed.group_store import connect_store
 from tandem.errors import ConfigError
 from tandem.launch import join_check, join_measure
 from tandem.launch.connectivity import ConnectivityProblem
-from tandem.launch.join_check import CheckCoordinator, NodeUnderTest, as_text, check_nodes
+from tandem.launch.join_check import (
+    CheckAnswer,
+    CheckCoordinator,
+    CheckOrder,
+    NodeUnderTest,
+    as_text,
+    check_nodes,
+)
 from tandem.launch.join_measure import LinkListener, OwnTime, measure_link
 from tandem.launch.rendezvous import serve
 from tandem.platforms.environment import Placement
 
 HERE = "127.0.0.1"
+
+
+class SteadyNode(NodeUnderTest):
+    def obey(self, order: CheckOrder) -> CheckAnswer:
+        steady = {"speed": {"cpu": 1000.0}, "link": {"rate": 1e8, "latency": 0.001}}
+        return CheckAnswer(steady[order.kind]) if order.kind in steady else super().obey(order)
 
 
 def checked(nodes: int, tmp_path: Path, kinds: dict[int, type[NodeUnderTest]]) -> dict[str, Any]:
@@ -32,7 +49,7 @@ def checked(nodes: int, tmp_path: Path, kinds: dict[int, type[NodeUnderTest]]) -
     store = serve(placements[0], 0)
 
     def node(number: int) -> NodeUnderTest:
-        return kinds.get(number, NodeUnderTest)(placements[number], settings, {}, lambda folder: ())
+        return kinds.get(number, SteadyNode)(placements[number], settings, {}, lambda folder: ())
 
     def take_part(number: int) -> dict[str, Any]:
         return node(number).take_part(connect_store(HERE, store.port, store.timeout, patient(20)))
@@ -44,30 +61,24 @@ def checked(nodes: int, tmp_path: Path, kinds: dict[int, type[NodeUnderTest]]) -
     return verdict
 
 
-class WithoutVolume(NodeUnderTest):
-    def hello(self) -> join_check.CheckAnswer:
+class WithoutVolume(SteadyNode):
+    def hello(self) -> CheckAnswer:
         found = super().hello()
         failed = ConnectivityProblem("run volume", "fail", "/run is read-only", "mount it for writing")
-        return join_check.CheckAnswer(found.values, found.names, [join_check._as_json(failed)])
-
-
-@pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads of one interpreter disturb each other anyway, so that their speed is not what is tested."""
-    monkeypatch.setattr(join_measure, "JOIN_LINK_SECONDS", 0.01)
+        return CheckAnswer(found.values, found.names, [join_check._as_json(failed)])
 
 
 @pytest.mark.parametrize("bad", [0, 2])
 def test_the_node_with_a_fault_of_its_own_stays_out(tmp_path: Path, bad: int) -> None:
     verdict = checked(3, tmp_path, {bad: WithoutVolume})
-    node = verdict["nodes"][bad]
-    assert node["state"] == "fail"
-    assert ("run volume", "/run is read-only") in [(each["name"], each["said"]) for each in node["checks"]]
+    assert [each["node"] for each in verdict["nodes"] if each["state"] == "fail"] == [bad]
+    (check,) = verdict["nodes"][bad]["checks"]
+    assert (check["name"], check["said"]) == ("run volume", "/run is read-only")
     text = as_text(verdict)
     assert "run volume" in text and "mount it for writing" in text and f"stays out: node {bad}" in text
 
 
-def test_a_node_that_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_does_not_come_is_named(tmp_path: Path) -> None:
     settings = Settings.from_dict({"run_dir": str(tmp_path)})
     placement = Placement("none", 2, 0, 1, HERE, 0, nodes_share_host=True)
     node = NodeUnderTest(placement, settings, {}, lambda folder: ())

@@ -157,7 +157,7 @@ class NodeUnderTest:
             ) from error
 
     def take_part(self, store: TCPStore) -> dict[str, Any]:
-        """CheckAnswer all orders; return the verdict. Raises RuntimeError if the store is lost."""
+        """Obey all orders; return the verdict. Raises RuntimeError if the store is lost."""
         store.set(_answer_key(HELLO, self.number), _text(self.hello()))
         number = HELLO
         while True:
