@@ -69,7 +69,7 @@ def train(rank: int, width: int, steps: int) -> dict[str, tuple[int, list[float]
     from tandem.distributed import strategy as strategies
     from tandem.distributed.group import ProcessGroup
     from tandem.distributed.position import Connection, Position
-    from tandem.tasks.base import WholeTask
+    from tandem.tasks.base import TaskWithDefaults
     from tandem.telemetry.clock import Clock
     from tandem.telemetry.meter import Costs
     from tandem.training.step import Proposal, TrainStep
@@ -79,7 +79,7 @@ def train(rank: int, width: int, steps: int) -> dict[str, tuple[int, list[float]
     position = Position(rank=rank, world_size=2, nodes=2)
     connection = Connection(init="master", master=("10.78.0.1", 29555))
     world = ProcessGroup.open(position, connection, torch.device("cpu"), LIMIT_SECONDS)
-    task, steppers, found = WholeTask(Wide(width)), {}, {}
+    task, steppers, found = TaskWithDefaults(Wide(width)), {}, {}
     rows = task.build_datasets().train
     batch = rows.__getitems__(torch.arange(rank, BATCH, 2))
     for kind in KINDS:

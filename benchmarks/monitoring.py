@@ -37,7 +37,7 @@ from tandem.distributed.group import ProcessGroup
 from tandem.distributed.position import Connection, Position
 from tandem.distributed.strategy import load
 from tandem.report.server import MetricsServer
-from tandem.tasks.base import WholeTask
+from tandem.tasks.base import TaskWithDefaults
 from tandem.telemetry import stragglers
 from tandem.telemetry.channel import Receiver, Sender
 from tandem.telemetry.clock import Clock
@@ -78,7 +78,7 @@ def make_stepper(world: ProcessGroup, task: SleepyTask, batch: int) -> tuple[Tra
     strategy, compute, optimization = load("ddp", world), settings.compute, settings.optimization
     model = strategy.shard(task.build_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    whole: Any = WholeTask(task)  # type: ignore[arg-type]
+    whole: Any = TaskWithDefaults(task)  # type: ignore[arg-type]
     train_step = TrainStep(
         world, strategy, compute, optimization, batch * world.size, 0, whole, model, optimizer, Clock()
     )
@@ -119,7 +119,7 @@ def name_stragglers(rank: int, port: int, trials: int, output: str) -> None:
         verdict = stragglers.judge(stragglers.from_rows(rows))
         if verdict.marked:
             told["false" if slow is None else "named" if verdict.rank == slow else "wrong"] += 1
-        if slow is None and watch.news(verdict):
+        if slow is None and watch.update(verdict):
             told["lasting"] += 1
     if rank == 0:
         Path(output).write_text(json.dumps(told))

@@ -103,12 +103,12 @@ def consensus(ranks: int) -> Row:
 
 def stragglers(ranks: int, per_node: int) -> Row:
     """Measure from the gathered tensor to metrics and the page's rows."""
-    everyones = torch.rand(ranks, ROW_LENGTH, dtype=torch.float64)
-    everyones[:, 0] = torch.arange(ranks) // per_node
+    gathered = torch.rand(ranks, ROW_LENGTH, dtype=torch.float64)
+    gathered[:, 0] = torch.arange(ranks) // per_node
     watch, registry = StragglerWatch(), Registry()
 
     def view() -> None:
-        report = watch.report(from_rows(everyones.tolist()))
+        report = watch.report(from_rows(gathered.tolist()))
         registry.apply(report.samples)
         json.dumps(report.page.rows)
 

@@ -108,7 +108,7 @@ def api_page() -> str:
     parts += [TASK, _entry("Task", base.Task)]
     parts += [_entry(name, member, level=4) for name, member in _members(base.Task)]
     parts += [OPTIONAL, COLLATE]
-    parts += [_entry(name, member, level=4) for name, member in _members(base.WholeTask)]
+    parts += [_entry(name, member, level=4) for name, member in _members(base.TaskWithDefaults)]
     readers = [_entry(f"tandem.data.{each.__name__}", each) for each in (arrow, mix, parquet, tokens)]
     return "\n".join([*parts, DATA, _entry("Datasets", Datasets), *readers])
 

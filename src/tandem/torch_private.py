@@ -98,15 +98,15 @@ def after_gradients(loss: Tensor, call: Callable[[], None]) -> None:
     loss.register_hook(at_start)  # type: ignore[no-untyped-call]
 
 
-def hook_gradient_wait(before: Callable[[], None], behind: Callable[[], None]) -> None:
-    """Call `before()` when all gradients are computed, and `behind()` when DDP has waited for other ranks.
+def hook_gradient_wait(before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call `before()` when all gradients are computed, and `after()` when DDP has waited for other ranks.
 
     Call this in the backward pass, from a hook. If the loss is known, see `after_gradients`.
     """
 
     def then() -> None:
         before()
-        queue(behind)  # after DDP's callback, which was queued before the first callback ran
+        queue(after)  # after DDP's callback, which was queued before the first callback ran
 
     with contextlib.suppress(AttributeError):
         queue = torch.autograd.Variable._execution_engine.queue_callback
@@ -135,8 +135,8 @@ def is_compiling() -> bool:
     return torch.compiler.is_compiling()
 
 
-def around_compilation(before: Callable[[], None], behind: Callable[[], None]) -> None:
-    """Call `before()` and `behind()` around each compilation in this process, on the compiling thread.
+def around_compilation(before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call `before()` and `after()` around each compilation in this process, on the compiling thread.
 
     Does nothing if the compiler has not been imported, because then nothing can compile.
     """
@@ -144,7 +144,7 @@ def around_compilation(before: Callable[[], None], behind: Callable[[], None]) -
     if handler is not None:
         with contextlib.suppress(AttributeError):
             handler.register_start_callback(lambda *_: before())
-            handler.register_end_callback(lambda *_: behind())
+            handler.register_end_callback(lambda *_: after())
 
 
 def compile_deterministically() -> None:

@@ -16,7 +16,7 @@ from tandem.data.datasets import TensorRows
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.position import Connection, Position
 from tandem.distributed.strategy import load
-from tandem.tasks.base import WholeTask
+from tandem.tasks.base import TaskWithDefaults
 from tandem.training.evaluate import Evaluation
 
 pytestmark = pytest.mark.multi
@@ -103,14 +103,14 @@ def work(rank: int, size: int, port: int, folder: str, samples: int, batch_size:
     for task in (ByLoss(), ByEvaluateBatch()):
         model.train()
         evaluation = Evaluation(
-            world, load("ddp", world), WholeTask(task), model, set_of(samples), batch_size  # type: ignore[arg-type]
+            world, load("ddp", world), TaskWithDefaults(task), model, set_of(samples), batch_size  # type: ignore[arg-type]
         )
         scores = evaluation.scores()
         assert model.training
         results.append({"scores": scores, "seen": task.seen})
     gathered = ByOutputs()
     evaluation = Evaluation(
-        world, load("ddp", world), WholeTask(gathered), model,  # type: ignore[arg-type]
+        world, load("ddp", world), TaskWithDefaults(gathered), model,  # type: ignore[arg-type]
         {"val": set_of(samples), "test": set_of(samples)}, batch_size
     )  # fmt: skip
     scores = evaluation.scores()

@@ -13,7 +13,7 @@ from tandem.data.kinds import training_data
 from tandem.data.source import BatchReader
 from tandem.distributed import strategy as strategies
 from tandem.distributed.group import ProcessGroup
-from tandem.tasks.base import WholeTask
+from tandem.tasks.base import TaskWithDefaults
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Costs
 from tandem.training.step import Proposal, TrainStep
@@ -33,7 +33,7 @@ CUTS: dict[int, list[dict[str, Any]]] = {
 
 def step(group: ProcessGroup, name: str, cut: dict[str, Any]) -> tuple[int, float, Any, dict[str, Tensor]]:
     """(samples of this rank, loss, sums, gradients) of the second step of 64 samples."""
-    settings, task = Settings().replace(batch_size=64, **cut), WholeTask(Classes())  # type: ignore[arg-type]
+    settings, task = Settings().replace(batch_size=64, **cut), TaskWithDefaults(Classes())  # type: ignore[arg-type]
     strategy = strategies.load(name, group)
     torch.manual_seed(1)
     model = strategy.shard(Blocks())

@@ -17,7 +17,7 @@ from tandem.distributed.devices import choose_devices
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.position import Position
 from tandem.errors import ConfigError
-from tandem.tasks.base import WholeTask
+from tandem.tasks.base import TaskWithDefaults
 from tandem.tasks.build import model_of
 
 pytestmark = pytest.mark.multi
@@ -79,4 +79,4 @@ def test_what_needs_one_device_says_so() -> None:
         def loss(self, model: Any, batch: Any) -> Any: ...
 
     with pytest.raises(ConfigError, match=r"place\(model, DEVICE, ...\) .* 2 devices"):
-        model_of(WholeTask(Plain()), group.devices)
+        model_of(TaskWithDefaults(Plain()), group.devices)

@@ -21,7 +21,7 @@ from tandem.distributed import strategy as strategies
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.position import Position
 from tandem.errors import ConfigError, ReplayMismatchError
-from tandem.tasks.base import WholeTask
+from tandem.tasks.base import TaskWithDefaults
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Costs
 from tandem.training.replicas import checksum
@@ -72,7 +72,7 @@ class Rank:
         torch.manual_seed(1)
         self.model = strategy.shard(Model())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        task: Any = WholeTask(cast(Any, Classes()))
+        task: Any = TaskWithDefaults(cast(Any, Classes()))
         self.train_step = TrainStep(
             group, strategy, settings.compute, settings.optimization, 60, 7, task,
             self.model, self.optimizer, Clock(),

@@ -21,7 +21,7 @@ from tandem.distributed import strategy as strategies
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.position import Position
 from tandem.errors import ConfigError
-from tandem.tasks.base import WholeTask
+from tandem.tasks.base import TaskWithDefaults
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Costs
 from tandem.training.evaluate import Evaluation
@@ -135,7 +135,7 @@ def train(
     if begin is not None:
         strategy.load_model(model, begin["model"])
         strategy.load_optimizer(optimizer, begin["optimizer"])
-    task: Any = WholeTask(Classes())  # type: ignore[arg-type]
+    task: Any = TaskWithDefaults(Classes())  # type: ignore[arg-type]
     train_step = TrainStep(
         group, strategy, made.compute, made.optimization, batch, 0, task, model, optimizer, Clock()
     )

@@ -19,7 +19,7 @@ from tandem.data.source import BatchReader
 from tandem.distributed import strategy as strategies
 from tandem.distributed.group import ProcessGroup
 from tandem.errors import ConfigError
-from tandem.tasks.base import WholeTask
+from tandem.tasks.base import TaskWithDefaults
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Costs
 from tandem.training.step import Proposal, TrainStep
@@ -59,7 +59,7 @@ def stepper_of(group: ProcessGroup, name: str) -> tuple[TrainStep, Any]:
     strategy = strategies.load(name, group)
     model = strategy.shard(Blocks())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    task: Any = WholeTask(Numbered())  # type: ignore[arg-type]
+    task: Any = TaskWithDefaults(Numbered())  # type: ignore[arg-type]
     made = settings.compute, settings.optimization, SHARE * 3, 0, task, model, optimizer
     return TrainStep(group, strategy, *made, Clock()), model
 

@@ -15,7 +15,7 @@ from tandem.data.kinds import training_data
 from tandem.data.source import BatchReader
 from tandem.distributed import strategy as strategies
 from tandem.distributed.group import ProcessGroup
-from tandem.tasks.base import WholeTask
+from tandem.tasks.base import TaskWithDefaults
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Costs
 from tandem.training.step import Proposal, TrainStep
@@ -54,7 +54,7 @@ def one_step(group: ProcessGroup, name: str, folder: Path) -> list[Any]:
         reader = BatchReader(settings.data, 0, group.rank, group.size, None, group.device, group.gather)
         strategy = strategies.load(name, group)
         model = strategy.shard(model_of_words())
-        task: Any = WholeTask(Words())  # type: ignore[arg-type]
+        task: Any = TaskWithDefaults(Words())  # type: ignore[arg-type]
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         made = settings.compute, settings.optimization, BATCH, 0, task, model, optimizer
         train_step = TrainStep(group, strategy, *made, Clock())
@@ -87,7 +87,7 @@ def test_gradients_are_the_mean_over_the_tokens_of_the_global_batch(
 
 
 def test_the_evaluation_counts_tokens_as_well() -> None:
-    task: Any = WholeTask(Words())  # type: ignore[arg-type]
+    task: Any = TaskWithDefaults(Words())  # type: ignore[arg-type]
     rows, model = sequences(), model_of_words()
     total, count = task.evaluate_batch(model, (rows.inputs, rows.targets))["loss"]
     assert count == int((rows.targets != -100).sum())

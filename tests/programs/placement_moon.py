@@ -1,7 +1,7 @@
-from tandem.platforms.environment import Columns, Placement, PlatformEnv
+from tandem.platforms.environment import Placement, PlatformEnv, VariableNames
 
 ORDER = 5
-COLUMNS = Columns(("CRATERS",), ("CRATER",))
+VARIABLE_NAMES = VariableNames(("CRATERS",), ("CRATER",))
 
 
 def detect(environ):
@@ -9,5 +9,5 @@ def detect(environ):
 
 
 def read(facts: PlatformEnv) -> Placement:
-    facts = facts.for_platform("moon", ("CRATER",), COLUMNS)
+    facts = facts.for_platform("moon", ("CRATER",), VARIABLE_NAMES)
     return Placement("moon", facts.number("nodes"), facts.number("node_rank"), None, facts.host(), 1969)

@@ -19,7 +19,7 @@ from tandem.data.kinds import training_data
 from tandem.data.sampler import GlobalOrder, TrainBatches
 from tandem.data.source import BatchReader
 from tandem.errors import ConfigError
-from tandem.tasks.base import WholeTask
+from tandem.tasks.base import TaskWithDefaults
 from tandem.tasks.build import order_of
 
 CPU = torch.device("cpu")
@@ -263,10 +263,10 @@ class Streamed:
 
 
 def test_a_task_declares_blocks_of_any_dataset() -> None:
-    made = order_of(WholeTask(Declaring([4, 6])), range(10))
+    made = order_of(TaskWithDefaults(Declaring([4, 6])), range(10))
     assert isinstance(made(10, 5, 0), BlockOrder)
     # The task's blocks count, not those of the dataset.
-    declared = order_of(WholeTask(Declaring([100])), range(100))
+    declared = order_of(TaskWithDefaults(Declaring([100])), range(100))
     data = training_data(Stored([5] * 20), reader(0, 1, batch=5), None, declared)
     assert isinstance(data.order, BlockOrder) and data.order.lanes == 1
 
@@ -286,7 +286,7 @@ def test_a_task_declares_blocks_of_any_dataset() -> None:
 )
 def test_blocks_that_cannot_be_ordered_are_one_line(task: Any, train: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as raised:
-        order_of(WholeTask(task), train)
+        order_of(TaskWithDefaults(task), train)
     assert "\n" not in str(raised.value) and "test_block_order.py line" in str(raised.value)
 
 

@@ -13,7 +13,7 @@ from tandem.distributed.consensus import Consensus
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.position import Position
 from tandem.distributed.strategy.single import SingleStrategy as Single
-from tandem.tasks.base import WholeTask
+from tandem.tasks.base import TaskWithDefaults
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.journal import Journal
 from tandem.telemetry.recorder import Recorder
@@ -80,7 +80,7 @@ def test_weight_decay_follows_the_settings_at_a_resume(task: object, expected: f
     model = nn.Linear(2, 1)
 
     def optimizer_and_schedule(decay: float) -> tuple[torch.optim.Optimizer, Schedule]:
-        config, whole = OptimizationConfig(weight_decay=decay), WholeTask(task)  # type: ignore[arg-type]
+        config, whole = OptimizationConfig(weight_decay=decay), TaskWithDefaults(task)  # type: ignore[arg-type]
         optimizer = build_optimizer(config, whole, model)
         return optimizer, Schedule(config, 240, whole, optimizer, 10, 10)
 

@@ -15,7 +15,7 @@ from tandem.distributed import strategy as strategies
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.position import Position
 from tandem.distributed.strategy.dp import Balanced, limits, shares_of_devices
-from tandem.tasks.base import WholeTask
+from tandem.tasks.base import TaskWithDefaults
 from tandem.training.step import TrainingModule
 
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ def test_losses_of_the_parts_add_up_to_the_gradient_of_one_process(
 ) -> None:
     torch.manual_seed(0)
     model = nn.Linear(5, 1)
-    module = TrainingModule(WholeTask(Squares()), model, CPU, "fp32", 1, samples)  # type: ignore[arg-type]
+    module = TrainingModule(TaskWithDefaults(Squares()), model, CPU, "fp32", 1, samples)  # type: ignore[arg-type]
     module.names[:] = ["hits"]
     batch = batch_of(samples)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tandem.config import Settings
 from tandem.data.datasets import TensorRows
-from tandem.tasks.base import WholeTask
+from tandem.tasks.base import TaskWithDefaults
 from tandem.training.evaluate import Evaluation, evaluation_batch_size
 
 
@@ -41,7 +41,7 @@ def test_scores_are_computed_in_the_precision_of_the_training(
         task.evaluate_batch = lambda model, batch: {"loss": (task.loss(model, batch), 1)}
     rows = TensorRows(torch.ones(10, 2), torch.ones(10))
     strategy = cast(Any, SimpleNamespace(shards_parameters=False))
-    evaluation = Evaluation(group, strategy, WholeTask(task), nn.Linear(2, 1), rows, 4, precision)
+    evaluation = Evaluation(group, strategy, TaskWithDefaults(task), nn.Linear(2, 1), rows, 4, precision)
     assert evaluation.scores()["loss"] > 0
     assert set(task.autocast) == {dtype}
     assert task.sizes == [4, 4, 2]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tandem.config import Settings
-from tandem.tasks.base import WholeTask
+from tandem.tasks.base import TaskWithDefaults
 from tandem.training.optim import build_optimizer
 
 BARE = {name: lambda *_: None for name in ("build_model", "build_datasets", "loss")}
@@ -44,7 +44,7 @@ def test_a_step_that_the_fused_kernel_does_not_take_is_taken_by_another(
     form, all_gradients, methods = CASES[case]
     plain = {"momentum": 0.0, "weight_decay": 0.0} if case == "sparse" else {}  # torch has neither for them
     config = Settings().replace(optimizer=kind, lr=0.1, **plain).optimization
-    task = WholeTask(type("Bare", (), BARE | methods)())
+    task = TaskWithDefaults(type("Bare", (), BARE | methods)())
     weights = []
     for is_ours in (True, False):
         torch.manual_seed(0)

@@ -120,7 +120,7 @@ def launch(path: Path, began: float, end: str | None) -> LedgerFile:
     ledger.ended(15.5)
     ledger.enter("train", 16.0)
     ledger.begins(8, 16.0)
-    ledger.because("rank killed")
+    ledger.set_cause("rank killed")
     for step in range(9, 17):
         ledger.finished(step, 8.0 + step)
     if end is not None:

@@ -13,7 +13,7 @@ from tandem.distributed.group import ProcessGroup
 from tandem.errors import NonFiniteError
 from tandem.schedule import Cadence
 from tandem.signals import StopFlag
-from tandem.tasks.base import WholeTask
+from tandem.tasks.base import TaskWithDefaults
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Costs, Readings, StepTimes
 from tandem.telemetry.recorder import Recorder
@@ -87,7 +87,7 @@ def training(
     }
     made = TaskLoopState(
         world=cast(ProcessGroup, SimpleNamespace(is_first=True, gather_rows=lambda row: Here([row]))),
-        task=WholeTask(task),
+        task=TaskWithDefaults(task),
         model=nn.Identity(),
         train_step=cast(Any, LateStepper(bad)),
         schedule=cast(Any, SimpleNamespace(set=lambda step: 0.1, advance=lambda: None)),

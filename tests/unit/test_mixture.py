@@ -23,7 +23,7 @@ from tandem.data.mixture import CYCLE, Mixture
 from tandem.data.sampler import GlobalOrder, TrainBatches
 from tandem.data.source import BatchReader
 from tandem.errors import ConfigError
-from tandem.tasks.base import WholeTask
+from tandem.tasks.base import TaskWithDefaults
 from tandem.tasks.build import order_of
 
 CPU = torch.device("cpu")
@@ -237,7 +237,7 @@ class Weighted:
 
 def test_weights_of_samples_and_a_mixture_are_refused() -> None:
     with pytest.raises(ConfigError, match="mixture"):
-        order_of(WholeTask(Weighted()), three())
+        order_of(TaskWithDefaults(Weighted()), three())
 
 
 PIXELS = torch.zeros(4, 1, 2, 2, dtype=torch.uint8)

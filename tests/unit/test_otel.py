@@ -72,9 +72,9 @@ def test_without_the_package_one_line_says_so(
     line = said.get_nowait().getMessage()
     assert said.empty() and "pip install 'tandem-train[otel]'" in line and "OTLP_ENDPOINT" in line
     with pytest.raises(ConfigError, match="tandem-train"):
-        otel.OtelSending(RunDir(tmp_path), [], {ENDPOINT: "http://c:4318"})
+        otel.OtelUpload(RunDir(tmp_path), [], {ENDPOINT: "http://c:4318"})
     with pytest.raises(ConfigError, match="set OTEL_EXPORTER_OTLP_ENDPOINT=http"):
-        otel.OtelSending(RunDir(tmp_path), [], {})
+        otel.OtelUpload(RunDir(tmp_path), [], {})
 
 
 def test_pods(tmp_path: Path) -> None:

@@ -40,8 +40,8 @@ class Here:
         self.files = OtelFiles(self.log, self.registry.snapshot)
         self.files.open({"tandem.run": "r"})
 
-    def sending(self) -> otel.OtelSending:
-        return otel.OtelSending(RunDir(self.folder), secrets_in(self.environ), self.environ)
+    def sending(self) -> otel.OtelUpload:
+        return otel.OtelUpload(RunDir(self.folder), secrets_in(self.environ), self.environ)
 
     def until_written(self, text: str) -> None:
         """The thread that writes has come that far, with the metrics after it."""

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, O
 
 from tandem.config import Settings
 from tandem.errors import ConfigError
-from tandem.tasks.base import WholeTask
+from tandem.tasks.base import TaskWithDefaults
 from tandem.training.optim import Schedule, build_optimizer
 
 BARE = {name: lambda *_: None for name in ("build_model", "build_datasets", "loss")}
@@ -20,7 +20,7 @@ def schedule_of(settings: dict[str, Any], **methods: Any) -> Schedule:
 
 
 def made(settings: dict[str, Any], planned: int, **methods: Any) -> tuple[Schedule, torch.optim.Optimizer]:
-    task = WholeTask(type("Bare", (), BARE | methods)())
+    task = TaskWithDefaults(type("Bare", (), BARE | methods)())
     config = Settings().replace(**settings).optimization
     optimizer = build_optimizer(config, task, nn.Linear(2, 2))
     return Schedule(config, 240, task, optimizer, 10, planned), optimizer

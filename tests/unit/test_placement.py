@@ -129,7 +129,7 @@ def test_nodes_and_spares_on_this_host_and_by_hand() -> None:
 @pytest.mark.parametrize("index", [0, 1])
 def test_slurm_with_one_task_per_node_makes_it_a_node_or_a_rank(index: int) -> None:
     found = place(f"slurm-step-{index}")
-    assert (found.rank, found.world_size, found.one_task) == (None, None, True)
+    assert (found.rank, found.world_size, found.one_process_per_node) == (None, None, True)
     rank = found.as_rank()
     assert (rank.rank, rank.local_rank, rank.world_size, rank.nproc) == (index, 0, 2, 1)
     assert rank.as_rank() is rank and place("slurm-two-per-node-3").as_rank().rank == 3

@@ -115,7 +115,7 @@ def told(watch: StragglerWatch, marks: list[int | None], seconds: float) -> list
         slow = [steps(0.08 if rank == mark else 0.05, count) for rank in range(3)]
         for each in (each for rank in slow for each in rank):
             each.wait = 0.1 - each.own  # in synchronous training all steps last equally long
-        watch.news(judge(from_rows([row_of(0, rank) for rank in slow])))
+        watch.update(judge(from_rows([row_of(0, rank) for rank in slow])))
         names.append(None if watch.named is None else watch.named.rank)
     return names
 
@@ -135,7 +135,7 @@ def test_another_one_in_each_interval_is_nobody() -> None:
 def test_news_come_once_for_each_name() -> None:
     watch = StragglerWatch()
     slow, clean = judge(from_rows(rows(0.02, 0.04))), judge(from_rows(rows(0.02, 0.02)))
-    heard = [watch.news(verdict) is not None for verdict in [slow] * 30 + [clean] * 30 + [slow] * 30]
+    heard = [watch.update(verdict) is not None for verdict in [slow] * 30 + [clean] * 30 + [slow] * 30]
     assert sum(heard[:30]) == 1 and sum(heard[30:60]) == 0 and sum(heard[60:]) == 1
     assert watch.named is slow
 
@@ -168,10 +168,10 @@ def test_of_two_alike_ranks_on_a_busy_host_none_is_named_and_a_slowed_one_is(cou
         alike, slowed = StragglerWatch(), StragglerWatch()
         for _, found in zip(range(windows), busy_host(1.0, count, seed), strict=False):
             verdict = judge(from_rows(found))
-            alike.news(verdict)
+            alike.update(verdict)
             marks, alarms = marks + verdict.marked, alarms + (alike.named is not None)
         for at, found in zip(range(windows), busy_host(1.33, count, seed), strict=False):
-            slowed.news(judge(from_rows(found)))
+            slowed.update(judge(from_rows(found)))
             missed += at >= 20 and (slowed.named is None or slowed.named.rank != 1)
     assert marks > 0.1 * 4 * windows  # the noise is as real ranks have it, see NAME_SECONDS
     assert alarms < 0.01 * 4 * windows and missed < 0.05 * 4 * windows

@@ -18,7 +18,7 @@ from tandem.data.kinds import evaluation_batches
 from tandem.data.loader import train_batches
 from tandem.data.sampler import GlobalOrder, TrainBatches
 from tandem.errors import ConfigError
-from tandem.tasks.base import WholeTask, load_task, task_class
+from tandem.tasks.base import TaskWithDefaults, load_task, task_class
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BINARY = str(Path(__file__).parents[1] / "fixtures" / "binary.py")
@@ -317,7 +317,7 @@ def test_what_a_task_does_not_have_is_filled_in() -> None:
         def build_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
             return torch.optim.SGD(model.parameters(), lr=3.0)
 
-    model, (bare, own) = torch.nn.Linear(1, 1), (WholeTask(kind()) for kind in (Bare, Own))  # type: ignore[arg-type]
+    model, (bare, own) = torch.nn.Linear(1, 1), (TaskWithDefaults(kind()) for kind in (Bare, Own))  # type: ignore[arg-type]
     assert bare.own == set() and own.own == {"collate", "build_optimizer"}
     assert bare.collate is None and own.collate is not None and own.collate([]) == "own"
     assert bare.build_optimizer(model) is None and own.build_optimizer(model).defaults["lr"] == 3.0  # type: ignore[union-attr]

@@ -58,8 +58,8 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kept:
     return there
 
 
-def sending(folder: Path) -> tracking.Sending:
-    return tracking.Sending(RunDir(folder), "mlflow", [])
+def sending(folder: Path) -> tracking.TrackerUpload:
+    return tracking.TrackerUpload(RunDir(folder), "mlflow", [])
 
 
 def test_each_step_is_sent_once_through_rewinds_and_launches(kept: Kept, tmp_path: Path) -> None:

@@ -60,9 +60,9 @@ def fits(sizes: Sequence[int], micro_batch_size: int | None) -> bool:
 
 
 def halved(sizes: Sequence[int], micro_batch_size: int | None, at_least: int = 1) -> tuple[int, int | None]:
-    """Return (samples in the largest micro-batch of these shares, half of them or the next that is possible).
+    """Return (the largest micro-batch of these shares, the next smaller one), in samples; it is about half.
 
-    The second is None if there is no smaller one in which each micro-batch has `at_least` samples.
+    It is None if no smaller size leaves each micro-batch `at_least` samples.
     """
     largest = max(sizes)
     parts = min(-(-largest // (micro_batch_size or largest)), min(sizes))

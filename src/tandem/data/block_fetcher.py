@@ -61,7 +61,8 @@ main(arguments)
 """
 
 Order = Literal["next", "more", "need"]
-"""Of a line: it begins the list of the blocks that are read next, adds to it, or a reader waits for them."""
+"""What a line requests: replace the list of blocks to read next, add to it, or fetch blocks that a reader
+waits for."""
 
 
 # What the processes of a rank share.
@@ -69,7 +70,7 @@ Order = Literal["next", "more", "need"]
 OK = "ok"
 DAMAGED = "damaged"
 OUTCOMES = (OK, RETRIED, GAVE_UP, DAMAGED)
-"""Of a request: its bytes arrived; it failed and was repeated; it failed for good; the CRC-32 was wrong."""
+"""The outcomes of a request: it succeeded; it was repeated; it failed for good; the CRC-32 was wrong."""
 _COUNTERS = (*OUTCOMES, "bytes", "hits", "ahead", "cached")
 READERS = 64
 """Readers have two counters each, because two processes cannot safely add to one."""

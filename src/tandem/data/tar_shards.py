@@ -30,7 +30,7 @@ CACHE_BYTES = 20 * 10**9
 MOST_TABLES = 1024
 """Blocks whose lists of files stay in memory, about 30 kB for 100 samples."""
 OPEN_BLOCKS = 320
-"""As many blocks does a rank read from at a time, if `hold` does not say: 64 lanes of 5."""
+"""How many blocks a rank reads from at a time if `hold` was not called: 64 lanes of 5."""
 KEY = "__key__"
 """The name of a sample's key in its dict, as in WebDataset."""
 

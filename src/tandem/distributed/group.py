@@ -23,7 +23,7 @@ from tandem.distributed.group_store import announce, check_same_kind, forget_dum
 from tandem.distributed.peers import is_gpu_failure, is_of_cuda
 from tandem.distributed.position import Connection, Position
 from tandem.errors import ConfigError, GpuLostError, PeerLostError, TandemError
-from tandem.telemetry.stragglers import Gathering
+from tandem.telemetry.stragglers import PendingGather
 from tandem.text import first_line, in_one_line
 from tandem.torch_private import is_batchnorm
 
@@ -160,14 +160,14 @@ class ProcessGroup:
         dist.all_gather(parts, own_value)
         return [int(part) for part in parts]
 
-    def gather_rows(self, row: Sequence[float]) -> "Gathering":
+    def gather_rows(self, row: Sequence[float]) -> "PendingGather":
         """Start to gather every rank's row of equal length, in float64, without waiting.
 
         On busy cores, the exchange takes 2 to 3 ms, during which the next step can run.
         """
         own_row = torch.tensor(row, dtype=torch.float64, device=self.device)
         rows = torch.empty(self.size * len(row), dtype=torch.float64, device=self.device)
-        return Gathering(
+        return PendingGather(
             dist.all_gather_into_tensor(rows, own_row, async_op=True), own_row, rows.view(self.size, -1)
         )
 

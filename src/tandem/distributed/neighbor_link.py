@@ -38,7 +38,7 @@ SIOCGIFADDR = 0x8915
 
 
 class Address(NamedTuple):
-    """Where a rank receives copies, and the words that a sender begins with."""
+    """Where a rank receives copies, and the token that a sender must send first."""
 
     host: str
     port: int
@@ -167,7 +167,7 @@ class CopySender:
         self._closing = threading.Event()
         self._connection: socket.socket | None = None
         self.is_busy = False
-        """Whether a copy is not yet complete over there, or the sender still rests after it."""
+        """Whether the neighbor does not have the whole copy yet, or the sender still pauses after it."""
         self._ended = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="tandem-copies-out", daemon=True)
 

@@ -60,8 +60,8 @@ def pieces_here(world: ProcessGroup, grant: Grant) -> list[Piece]:
     ]
 
 
-class Held(NamedTuple):
-    """The slots of a rank's own region, and of that of copies, to keep until there are newer copies."""
+class SlotsToKeep(NamedTuple):
+    """The slots to keep until newer ones are complete: of a rank's own region, and of that of its copies."""
 
     own: int | None = None
     copy: int | None = None
@@ -115,7 +115,7 @@ class ShardMap:
         """Return the nodes that send pieces of a state, in order."""
         return sorted({self._nodes[source] for source, _, _ in self.missing(state)})
 
-    def held(self, rank: int, state: tuple[int, int]) -> Held:
+    def held(self, rank: int, state: tuple[int, int]) -> SlotsToKeep:
         """Return the slots of the state that has the most copies on other nodes.
 
         `state` is the one that all ranks load, and so have after that; an older one counts if all have it.
@@ -127,7 +127,7 @@ class ShardMap:
         older = {each for each in everywhere if each[0] < state[0]}
         safest = max(older | {state}, key=lambda each: (self._copies(each), each))
         copies = (piece.slot for piece in self._there[rank] if piece.state == safest and piece.region == COPY)
-        return Held(self.own_slot(rank, safest), next(copies, None))
+        return SlotsToKeep(self.own_slot(rank, safest), next(copies, None))
 
     def _copies(self, state: tuple[int, int]) -> int:
         return len({piece.rank for _, piece in self._of(state) if piece.region == COPY})
@@ -226,7 +226,7 @@ class NeighborCopies:
 
     @classmethod
     def open(
-        cls, world: ProcessGroup, connection: Connection, grant: Grant, held: Held
+        cls, world: ProcessGroup, connection: Connection, grant: Grant, held: SlotsToKeep
     ) -> "NeighborCopies | None":
         """Connect the ranks; None, with a line on rank 0, if one of them cannot. All ranks call this."""
         position = world.position

@@ -110,7 +110,7 @@ class Departures:
 DEADLINE = "deadline"
 
 
-class OwnClock:
+class ClockTranslator:
     """Translate the times in the state of torch's dynamic rendezvous; one object per handler.
 
     The state also shows whether a generation has started, which `last_call` needs to know.

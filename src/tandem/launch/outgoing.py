@@ -18,7 +18,7 @@ log = logging.getLogger("tandem.node")
 
 
 class Outgoing:
-    """What this launch tells the outside, from construction to `close`; nothing if no one asked for it."""
+    """Reports this launch to a webhook and to Kubeflow Trainer until `close`, if either is configured."""
 
     def __init__(self) -> None:
         self._receivers: list[Notices | TrainerStatus] = []

@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from tandem.config.slices import LaunchConfig
-from tandem.launch.membership import LastCall, OwnClock
+from tandem.launch.membership import ClockTranslator, LastCall
 from tandem.launch.rendezvous import RUN_ID, StoreLostError, printable_line
 from tandem.platforms.placement import Placement
 from tandem.timeouts import (
@@ -61,7 +61,7 @@ class WatchfulBackend(RendezvousBackend):
         self._store = store
         self._is_gone = is_gone
         self._before_poll = before_poll
-        self._clock = OwnClock(last_call)
+        self._clock = ClockTranslator(last_call)
         self._last = NO_STATE
         self._has_warned = False
 

@@ -207,7 +207,7 @@ class NodeView:
         self._history.take(event)
         self._outgoing.take(event)
         if (cause := ledger.cause_of(kind, fields)) is not None:
-            self._ledger.because(cause)
+            self._ledger.set_cause(cause)
         self._otel.event(kind, fields)
         if (counted := self._restarts.count(kind, fields)) is not None:
             self.metrics.apply([counted])

@@ -142,9 +142,9 @@ class SlowRanks:
         self._tell(Samples([each for each in report.samples if each.name not in unknown]))
         rows = [{**row, "phases_ms": {"other": row["own_ms"]}} for row in report.page.rows]
         self._tell(Ranks(rows, report.page.says))
-        if report.news is not None:
-            log.warning("%s", report.news)
-            self._event("straggler", **report.news.facts())
+        if report.new_straggler is not None:
+            log.warning("%s", report.new_straggler)
+            self._event("straggler", **report.new_straggler.facts())
 
 
 def _times(beat: Beat, seconds: float) -> RankTimes:

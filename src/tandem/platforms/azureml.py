@@ -13,16 +13,16 @@ from tandem.errors import ConfigError
 from tandem.platforms.environment import (
     DEFAULT_PORT,
     LOOPBACK,
-    Columns,
     Placement,
     PlatformEnv,
+    VariableNames,
     any_set,
     assignments,
 )
 
 ORDER = 45  # before by-hand, because it sets RANK and MASTER_ADDR; its distribution MPI is Open MPI's mpirun
 MARKS = ("AZUREML_NODE_COUNT", "AZUREML_RUN_ID")
-COLUMNS = Columns(nodes=("AZUREML_NODE_COUNT",), node_rank=("NODE_RANK",))
+VARIABLE_NAMES = VariableNames(nodes=("AZUREML_NODE_COUNT",), node_rank=("NODE_RANK",))
 
 
 def detect(environ: Mapping[str, str]) -> bool:
@@ -30,7 +30,7 @@ def detect(environ: Mapping[str, str]) -> bool:
 
 
 def read(facts: PlatformEnv) -> Placement:
-    facts = facts.for_platform("azureml", MARKS, COLUMNS)
+    facts = facts.for_platform("azureml", MARKS, VARIABLE_NAMES)
     is_placed = any_set(facts.environ, ("NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR"))
     # A job without a distribution has one instance, and none of these variables.
     nodes = facts.number("nodes", None if is_placed else 1)

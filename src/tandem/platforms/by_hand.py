@@ -12,9 +12,9 @@ from tandem.errors import ConfigError
 from tandem.platforms.environment import (
     DEFAULT_PORT,
     LOOPBACK,
-    Columns,
     Placement,
     PlatformEnv,
+    VariableNames,
     any_set,
     loopback_name,
 )
@@ -22,8 +22,8 @@ from tandem.platforms.environment import (
 ORDER = 90  # late, because every platform may set MASTER_ADDR, NODE_RANK or RANK
 MARKS = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 RANK_MARKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-COLUMNS = Columns(("NNODES",), ("NODE_RANK",))
-RANK_COLUMNS = Columns(("NNODES",), ("NODE_RANK",), ("LOCAL_WORLD_SIZE",))
+VARIABLE_NAMES = VariableNames(("NNODES",), ("NODE_RANK",))
+RANK_VARIABLE_NAMES = VariableNames(("NNODES",), ("NODE_RANK",), ("LOCAL_WORLD_SIZE",))
 
 
 def detect(environ: Mapping[str, str]) -> bool:
@@ -37,8 +37,8 @@ def unplaced(environ: Mapping[str, str]) -> dict[str, str]:
 
 def read(facts: PlatformEnv) -> Placement:
     if any_set(facts.environ, RANK_MARKS):
-        return _rank(facts.for_platform("by-hand", RANK_MARKS, RANK_COLUMNS))
-    return _node(facts.for_platform("by-hand", MARKS, COLUMNS))
+        return _rank(facts.for_platform("by-hand", RANK_MARKS, RANK_VARIABLE_NAMES))
+    return _node(facts.for_platform("by-hand", MARKS, VARIABLE_NAMES))
 
 
 def _node(facts: PlatformEnv) -> Placement:

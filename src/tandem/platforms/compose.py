@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 
 from tandem.errors import ConfigError
-from tandem.platforms.environment import DEFAULT_PORT, Columns, Placement, PlatformEnv, any_set
+from tandem.platforms.environment import DEFAULT_PORT, Placement, PlatformEnv, VariableNames, any_set
 
 ORDER = 80  # its variables are tandem's own, so it only has to precede by-hand
 MARKS = ("TANDEM_COMPOSE_NODES", "TANDEM_COMPOSE_INDEX", "TANDEM_COMPOSE_PROJECT")
-COLUMNS = Columns(("TANDEM_COMPOSE_NODES",), host=(), port=())
+VARIABLE_NAMES = VariableNames(("TANDEM_COMPOSE_NODES",), host=(), port=())
 
 
 def detect(environ: Mapping[str, str]) -> bool:
@@ -16,7 +16,7 @@ def detect(environ: Mapping[str, str]) -> bool:
 
 def read(facts: PlatformEnv) -> Placement:
     """Read the position; replicas are named <project>-node-<index>, counted from 1."""
-    facts = facts.for_platform("compose", MARKS, COLUMNS)
+    facts = facts.for_platform("compose", MARKS, VARIABLE_NAMES)
     project = facts.environ.get("TANDEM_COMPOSE_PROJECT")
     index = facts.variable("TANDEM_COMPOSE_INDEX")
     if not project:

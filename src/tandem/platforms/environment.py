@@ -15,7 +15,7 @@ LOOPBACK = "127.0.0.1"
 
 
 NAMELESS = ("none", "by-hand")
-"""Platforms that the log does not name, because the name would tell nothing."""
+"""Platforms whose names are left out of messages, because they add no information."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Placement:
     there.
 
     `starts_all`: this process starts all nodes itself, on this host, so the nodes need no agreed port (a
-    laptop, or a Slurm allocation without srun). `one_task`: the platform started this process once on every
-    node. `job` identifies the job if several may share a host. `array` is (array, task) for a task of a job
-    array. `restarts` is how often the platform has restarted this job. `device` is the index of this rank's
-    GPU among those that it sees. `spares` more nodes wait; their node ranks begin at `nodes`.
+    laptop, or a Slurm allocation without srun). `one_process_per_node`: the platform started this process
+    once on every node. `job` identifies the job if several may share a host. `array` is (array, task) for a
+    task of a job array. `restarts` is how often the platform has restarted this job. `device` is the index of
+    this rank's GPU among those that it sees. `spares` more nodes wait; their node ranks begin at `nodes`.
     """
 
     platform: str
@@ -48,7 +48,7 @@ class Placement:
     world_size: int | None = None
     nodes_share_host: bool = False
     starts_all: bool = False
-    one_task: bool = False
+    one_process_per_node: bool = False
     job: str = ""
     array: tuple[str, str] | None = None
     restarts: int = 0
@@ -60,7 +60,7 @@ class Placement:
 
         Raises ConfigError for settings that need a node's agent.
         """
-        if self.rank is not None or not self.one_task or self.nodes == 1:
+        if self.rank is not None or not self.one_process_per_node or self.nodes == 1:
             return self
         if self.elastic or self.spares or self.nproc not in (None, 1):
             asked = "--elastic" if self.elastic else "--spares" if self.spares else f"--nproc={self.nproc}"
@@ -95,7 +95,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Columns:
+class VariableNames:
     """The variables for each value; those set must agree with each other and with the flag of that name."""
 
     nodes: tuple[str, ...] = ()
@@ -119,12 +119,14 @@ class PlatformEnv:
     elastic: tuple[int, int] | None
     platform: str = "none"
     marks: tuple[str, ...] = ()
-    columns: Columns = Columns(host=(), port=())
+    variable_names: VariableNames = VariableNames(host=(), port=())
     spares: int = 0
 
-    def for_platform(self, platform: str, marks: tuple[str, ...], columns: Columns) -> "PlatformEnv":
+    def for_platform(
+        self, platform: str, marks: tuple[str, ...], variable_names: VariableNames
+    ) -> "PlatformEnv":
         """Return the same facts with this platform's names."""
-        return replace(self, platform=platform, marks=marks, columns=columns)
+        return replace(self, platform=platform, marks=marks, variable_names=variable_names)
 
     @property
     def nodes_flag(self) -> str:
@@ -136,7 +138,7 @@ class PlatformEnv:
 
         Empty variables are left out.
         """
-        names: tuple[str, ...] = getattr(self.columns, column)
+        names: tuple[str, ...] = getattr(self.variable_names, column)
         found = {name: value for name in names if (value := self.environ.get(name))}
         flag = "--master" if column in ("host", "port") else "--" + column.replace("_", "-")
         if column == "nodes":
@@ -208,7 +210,7 @@ class PlatformEnv:
         return next(iter(numbers.values()), None)
 
     def missing(self, column: str) -> ConfigError:
-        names: tuple[str, ...] = getattr(self.columns, column)
+        names: tuple[str, ...] = getattr(self.variable_names, column)
         flag = {"host": "--master HOST:PORT", "port": "--master HOST:PORT"}.get(
             column, "--" + column.replace("_", "-")
         )

@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from tandem.platforms.environment import (
     DEFAULT_PORT,
     LOOPBACK,
-    Columns,
     Placement,
     PlatformEnv,
+    VariableNames,
     any_set,
     pod_name,
 )
 
 ORDER = 70  # after the kinds of job that are built from Indexed Jobs
 MARKS = ("JOB_COMPLETION_INDEX",)
-COLUMNS = Columns(("NNODES",), ("NODE_RANK", "JOB_COMPLETION_INDEX"))
+VARIABLE_NAMES = VariableNames(("NNODES",), ("NODE_RANK", "JOB_COMPLETION_INDEX"))
 
 
 def detect(environ: Mapping[str, str]) -> bool:
@@ -25,7 +25,7 @@ def detect(environ: Mapping[str, str]) -> bool:
 
 
 def read(facts: PlatformEnv) -> Placement:
-    facts = facts.for_platform("indexed-job", MARKS, COLUMNS)
+    facts = facts.for_platform("indexed-job", MARKS, VARIABLE_NAMES)
     host = facts.text("host")
     nodes = facts.number("nodes")
     # Kubernetes tells a pod no other pod's address, so a default could only be wrong.

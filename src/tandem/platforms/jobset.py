@@ -6,11 +6,18 @@ The manifest sets JOBSET_NAME, REPLICATED_JOB_NAME and NODES; the pods' names fo
 from collections.abc import Mapping
 
 from tandem.errors import ConfigError
-from tandem.platforms.environment import DEFAULT_PORT, Columns, Placement, PlatformEnv, any_set, pod_name
+from tandem.platforms.environment import (
+    DEFAULT_PORT,
+    Placement,
+    PlatformEnv,
+    VariableNames,
+    any_set,
+    pod_name,
+)
 
 ORDER = 60  # before the Indexed Job, whose pods it uses
 MARKS = ("JOBSET_NAME",)
-COLUMNS = Columns(("NODES", "NNODES"), ("NODE_RANK", "JOB_COMPLETION_INDEX"))
+VARIABLE_NAMES = VariableNames(("NODES", "NNODES"), ("NODE_RANK", "JOB_COMPLETION_INDEX"))
 
 
 def detect(environ: Mapping[str, str]) -> bool:
@@ -18,7 +25,7 @@ def detect(environ: Mapping[str, str]) -> bool:
 
 
 def read(facts: PlatformEnv) -> Placement:
-    facts = facts.for_platform("jobset", MARKS, COLUMNS)
+    facts = facts.for_platform("jobset", MARKS, VARIABLE_NAMES)
     names = [facts.environ.get(name) for name in ("JOBSET_NAME", "REPLICATED_JOB_NAME")]
     host = facts.text("host")
     if host is None and not all(names):

@@ -11,9 +11,9 @@ from tandem.errors import ConfigError
 from tandem.platforms.environment import (
     DEFAULT_PORT,
     LOOPBACK,
-    Columns,
     Placement,
     PlatformEnv,
+    VariableNames,
     any_set,
     assignments,
     parse_integer,
@@ -25,7 +25,7 @@ from tandem.platforms.environment import (
 ORDER = 50  # before the Indexed Job, to which a TrainJob's pods belong
 ONLY_V1 = ("RANK", "WORLD_SIZE", "PET_RDZV_ENDPOINT")
 MARKS = ("PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_NNODES", "PET_NPROC_PER_NODE")
-COLUMNS = Columns(
+VARIABLE_NAMES = VariableNames(
     nodes=("PET_NNODES",),
     node_rank=("RANK", "PET_NODE_RANK"),  # RANK without LOCAL_RANK is the pod's index
     nproc=("PET_NPROC_PER_NODE",),
@@ -46,7 +46,7 @@ def read(facts: PlatformEnv) -> Placement:
     """
     is_v1 = any_set(facts.environ, ONLY_V1)
     facts = facts.for_platform(
-        "kubeflow-v1" if is_v1 else "kubeflow-v2", ONLY_V1 if is_v1 else MARKS, COLUMNS
+        "kubeflow-v1" if is_v1 else "kubeflow-v2", ONLY_V1 if is_v1 else MARKS, VARIABLE_NAMES
     )
     if not facts.sources("nodes"):
         raise facts.missing("nodes")

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from tandem.errors import ConfigError
 from tandem.platforms import by_hand
-from tandem.platforms.environment import LOOPBACK, Columns, Placement, PlatformEnv, loopback_name
+from tandem.platforms.environment import LOOPBACK, Placement, PlatformEnv, VariableNames, loopback_name
 
 ORDER = 100  # last: it detects anything
-COLUMNS = Columns(host=(), port=())
+VARIABLE_NAMES = VariableNames(host=(), port=())
 SIMULATED_NODES_LIMIT = 154  # 127.0.0.101 to 127.0.0.254
 
 
@@ -21,7 +21,7 @@ def detect(environ: Mapping[str, str]) -> bool:
 def read(facts: PlatformEnv) -> Placement:
     if "node_rank" in facts.flags or "host" in facts.flags:
         return by_hand.read(facts)
-    return alone(facts.for_platform("none", (), COLUMNS))
+    return alone(facts.for_platform("none", (), VARIABLE_NAMES))
 
 
 def alone(facts: PlatformEnv) -> Placement:

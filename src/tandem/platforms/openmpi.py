@@ -3,11 +3,18 @@
 from collections.abc import Mapping
 
 from tandem.errors import ConfigError
-from tandem.platforms.environment import DEFAULT_PORT, LOOPBACK, Columns, Placement, PlatformEnv, any_set
+from tandem.platforms.environment import (
+    DEFAULT_PORT,
+    LOOPBACK,
+    Placement,
+    PlatformEnv,
+    VariableNames,
+    any_set,
+)
 
 ORDER = 20  # before Slurm and the clouds, which mpirun uses to start its ranks
 MARKS = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-COLUMNS = Columns(nproc=("OMPI_COMM_WORLD_LOCAL_SIZE",))
+VARIABLE_NAMES = VariableNames(nproc=("OMPI_COMM_WORLD_LOCAL_SIZE",))
 
 
 def detect(environ: Mapping[str, str]) -> bool:
@@ -19,7 +26,7 @@ def read(facts: PlatformEnv) -> Placement:
 
     `mpirun` sets no address and no node rank, so ranks must be laid out node by node, evenly.
     """
-    facts = facts.for_platform("openmpi", MARKS, COLUMNS)
+    facts = facts.for_platform("openmpi", MARKS, VARIABLE_NAMES)
     prefix = "OMPI_COMM_WORLD_"
     rank, world, local_rank, nproc = (
         facts.variable(prefix + name) for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")

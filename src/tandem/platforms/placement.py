@@ -3,7 +3,7 @@
 Each platform is one module of this package, which is discovered automatically. It declares
 
     ORDER                         when it is checked: the first that detects itself is used
-    COLUMNS                       its variables for the values that all platforms have
+    VARIABLE_NAMES                its variables for the values that all platforms have
     detect(environ) -> bool       whether this process runs on it
     read(facts) -> Placement      the position; raises ConfigError
 
@@ -29,9 +29,9 @@ from tandem.errors import ConfigError
 from tandem.platforms import slurm
 from tandem.platforms.environment import (
     DEFAULT_PORT,
-    Columns,
     Placement,
     PlatformEnv,
+    VariableNames,
     assignments,
     split_address,
     value_range,
@@ -47,7 +47,7 @@ class Platform(Protocol):
     """A module of this package that declares ORDER."""
 
     ORDER: int
-    COLUMNS: Columns
+    VARIABLE_NAMES: VariableNames
 
     def detect(self, environ: Mapping[str, str]) -> bool: ...
     def read(self, facts: PlatformEnv) -> Placement: ...
@@ -82,7 +82,7 @@ def detect(environ: Mapping[str, str], hostname: str, asked: LaunchConfig = BY_I
     facts = PlatformEnv(environ, hostname, given, bounds, spares=asked.spares)
     # There is always one: laptop.py, the last in order, detects anything.
     platform = next(platform for platform in platforms() if platform.detect(environ))
-    placement = _checked(platform.read(facts), replace(facts, columns=platform.COLUMNS))
+    placement = _checked(platform.read(facts), replace(facts, variable_names=platform.VARIABLE_NAMES))
     return _with_spares(placement, asked.spares) if asked.spares else placement
 
 

@@ -13,9 +13,9 @@ from tandem.errors import ConfigError
 from tandem.platforms import by_hand
 from tandem.platforms.environment import (
     DEFAULT_PORT,
-    Columns,
     Placement,
     PlatformEnv,
+    VariableNames,
     any_set,
     assignments,
     parse_integer,
@@ -23,7 +23,7 @@ from tandem.platforms.environment import (
 
 ORDER = 40  # before by-hand, because the toolkit sets MASTER_ADDR
 MARKS = ("SM_HOSTS", "SM_CURRENT_HOST", "SM_RESOURCE_CONFIG", "TRAINING_JOB_ARN")
-COLUMNS = Columns(
+VARIABLE_NAMES = VariableNames(
     nodes=("SM_HOST_COUNT",),
     node_rank=("SM_CURRENT_HOST_RANK",),
     host=("MASTER_ADDR", "SM_MASTER_ADDR"),
@@ -40,7 +40,7 @@ def read(facts: PlatformEnv) -> Placement:
     # Without the toolkit, the container only tells that this is SageMaker; the flags give the rest.
     if facts.flags.keys() >= {"node_rank", "host"} and not any_set(facts.environ, MARKS[:3]):
         return by_hand.read(facts)
-    facts = facts.for_platform("sagemaker", MARKS, COLUMNS)
+    facts = facts.for_platform("sagemaker", MARKS, VARIABLE_NAMES)
     hosts, here = _hosts(facts)
     host = facts.text("host") or hosts[0]
     nodes = facts.number("nodes", len(hosts))

@@ -11,14 +11,21 @@ from pathlib import Path
 
 from tandem.errors import ConfigError
 from tandem.platforms import by_hand
-from tandem.platforms.environment import Columns, Placement, PlatformEnv, any_set, assignments, parse_integer
+from tandem.platforms.environment import (
+    Placement,
+    PlatformEnv,
+    VariableNames,
+    any_set,
+    assignments,
+    parse_integer,
+)
 from tandem.platforms.laptop import alone
 from tandem.process import stat_of
 
 ORDER = 30  # only torchrun and mpirun run inside its steps
 MARKS = ("SLURM_JOB_ID",)
 STEP_PREFIXES = ("SLURM_STEP_", "SLURM_STEPID")
-COLUMNS = Columns(("SLURM_STEP_NUM_NODES",), ("SLURM_NODEID",))
+VARIABLE_NAMES = VariableNames(("SLURM_STEP_NUM_NODES",), ("SLURM_NODEID",))
 
 
 def detect(environ: Mapping[str, str]) -> bool:
@@ -93,7 +100,7 @@ def read(facts: PlatformEnv) -> Placement:
     # The user places the nodes, and Slurm has not.
     if "node_rank" in facts.flags and not is_task:
         return by_hand.read(facts)
-    facts = facts.for_platform("slurm", MARKS, COLUMNS)
+    facts = facts.for_platform("slurm", MARKS, VARIABLE_NAMES)
     placement = _placed(facts) if is_task else _without_step(facts)
     names = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
     step = facts.environ["SLURM_STEP_ID"] if is_task else "batch"
@@ -153,7 +160,9 @@ def _placed(facts: PlatformEnv) -> Placement:
             f"SLURM_STEP_TASKS_PER_NODE names {len(tasks)} nodes but SLURM_STEP_NUM_NODES={nodes}; "
             "start with srun"
         )
-    return replace(placement, one_task=True) if max(tasks) == 1 else _ranks(facts, placement, tasks)
+    return (
+        replace(placement, one_process_per_node=True) if max(tasks) == 1 else _ranks(facts, placement, tasks)
+    )
 
 
 def _ranks(facts: PlatformEnv, placement: Placement, tasks: list[int]) -> Placement:

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 
 from tandem.errors import ConfigError
-from tandem.platforms.environment import Columns, Placement, PlatformEnv, any_set, assignments
+from tandem.platforms.environment import Placement, PlatformEnv, VariableNames, any_set, assignments
 
 ORDER = 10  # first: torchrun runs inside Slurm steps, pods and every cloud's jobs
 MARKS = ("LOCAL_RANK", "TORCHELASTIC_RUN_ID")
-COLUMNS = Columns(("GROUP_WORLD_SIZE",), ("GROUP_RANK",), ("LOCAL_WORLD_SIZE",))
+VARIABLE_NAMES = VariableNames(("GROUP_WORLD_SIZE",), ("GROUP_RANK",), ("LOCAL_WORLD_SIZE",))
 
 
 def detect(environ: Mapping[str, str]) -> bool:
@@ -18,7 +18,7 @@ def detect(environ: Mapping[str, str]) -> bool:
 
 
 def read(facts: PlatformEnv) -> Placement:
-    facts = facts.for_platform("torchrun", MARKS, COLUMNS)
+    facts = facts.for_platform("torchrun", MARKS, VARIABLE_NAMES)
     rank, local_rank, world = (facts.variable(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     nproc = facts.variable("LOCAL_WORLD_SIZE")
     # Only to reject a --nproc that contradicts LOCAL_WORLD_SIZE.

@@ -1,4 +1,4 @@
-"""Restart all ranks for what one of them has found: too little memory, or a node that computes wrongly.
+"""Restart all ranks when one runs out of memory, or finds a node that computes wrongly.
 
 Without enough memory, they restart with a smaller micro-batch, or the error says what else to do. A node that
 computes wrongly is left out where a spare may take its place.

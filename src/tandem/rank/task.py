@@ -34,7 +34,7 @@ from tandem.log import log_if_slow
 from tandem.rank.restarts import OutOfMemoryHandler, check_products, leaving_out
 from tandem.rank.session import RankSession
 from tandem.signals import StopFlag
-from tandem.tasks.base import WholeTask, load_task, task_class
+from tandem.tasks.base import TaskWithDefaults, load_task, task_class
 from tandem.tasks.build import datasets_of, model_of
 from tandem.tasks.traces import full_trace, short_trace, what_and_where
 from tandem.telemetry.messages import Event
@@ -68,7 +68,9 @@ def score(settings: Settings, start: RankStart, source: str) -> dict[str, float]
     session = RankSession(settings, start)
     session.open_group()
     world = session.world
-    task = WholeTask(load_task(settings.run.task, settings.run.task_fields, data.data_dir, data.download))
+    task = TaskWithDefaults(
+        load_task(settings.run.task, settings.run.task_fields, data.data_dir, data.download)
+    )
     world.once_per_node(task.prepare)
     dataset = datasets_of(task).evaluation
     if dataset is None:

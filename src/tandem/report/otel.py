@@ -129,7 +129,7 @@ class SendProgress:
         return (found[-1][1], found[-1][2]) if found else ("", "")
 
 
-class OtelSending:
+class OtelUpload:
     """Sends the unsent part of a run to the collector in the variables."""
 
     def __init__(self, run: RunDir, secrets: list[str], environ: Mapping[str, str]) -> None:

@@ -288,7 +288,7 @@ class Upload(Protocol):
     def words(self, error: Exception) -> str: ...
 
 
-class Sending:
+class TrackerUpload:
     """Sends the unsent part of a run to the tracker `name`."""
 
     def __init__(self, run: RunDir, name: str, secrets: list[str]) -> None:

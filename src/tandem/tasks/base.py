@@ -1,9 +1,9 @@
 """The interface of a task, and how a task is found by its name.
 
 A task is a plain class. The three methods of `Task` are enough; tandem owns the sampler, loader, loop,
-precision, DDP, checkpoints and metrics. `WholeTask` lists all optional methods. The fields of a dataclass are
-its settings, given with `--task.FIELD VALUE`; a field named `data_dir` or `download` gets the value of
-`--data-dir` or `--download`.
+precision, DDP, checkpoints and metrics. `TaskWithDefaults` lists all optional methods. The fields of a
+dataclass are its settings, given with `--task.FIELD VALUE`; a field named `data_dir` or `download` gets the
+value of `--data-dir` or `--download`.
 
 For datasets that return many samples at once, and for augmentation, see `tandem/data/datasets.py`.
 """
@@ -145,7 +145,7 @@ class Task(Protocol):
         ...
 
 
-class WholeTask:
+class TaskWithDefaults:
     """A task with all methods: its own, and the defaults of this class for those that it does not define.
 
     `own`: names of the methods that the task defines. `moment`: the `step` and `epoch` for a `loss` or a
@@ -153,7 +153,9 @@ class WholeTask:
     """
 
     def __init__(self, task: Task) -> None:
-        self.own = frozenset(name for name in vars(WholeTask) if name[0] != "_" and hasattr(task, name))
+        self.own = frozenset(
+            name for name in vars(TaskWithDefaults) if name[0] != "_" and hasattr(task, name)
+        )
         for name in self.own.union(REQUIRED_METHODS):
             setattr(self, name, getattr(task, name, None))
         self.moment = StepContext()
@@ -372,9 +374,9 @@ def _check_similar_names(found: type[Any]) -> type[Any]:
 
     Such a method would never be called.
     """
-    optional = [name for name in vars(WholeTask) if name[0] != "_" and not hasattr(found, name)]
+    optional = [name for name in vars(TaskWithDefaults) if name[0] != "_" and not hasattr(found, name)]
     for name, _ in inspect.getmembers(found, inspect.isroutine):
-        if name[0] == "_" or hasattr(WholeTask, name) or name in REQUIRED_METHODS:
+        if name[0] == "_" or hasattr(TaskWithDefaults, name) or name in REQUIRED_METHODS:
             continue
         near = NAMES_ELSEWHERE.get(name) or nearest(name, optional, NEAR)
         if near in optional:

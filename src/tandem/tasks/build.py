@@ -17,14 +17,14 @@ from tandem.data.fetch import is_stream
 from tandem.data.mixture import Mixture
 from tandem.data.sampler import BucketedOrder, GlobalOrder, MakeOrder, WeightedOrder
 from tandem.errors import ConfigError
-from tandem.tasks.base import WholeTask
+from tandem.tasks.base import TaskWithDefaults
 from tandem.tasks.mistakes import OUTPUTS, kind, mistake
 
 DATASETS = "return Datasets(train, evaluation), from tandem"
 OWN_LOOP = "for anything else write your own loop (docs/your-own-loop.md)"
 
 
-def datasets_of(task: WholeTask) -> Datasets:
+def datasets_of(task: TaskWithDefaults) -> Datasets:
     """Return the datasets for training and evaluation (None: no evaluation). Raises ConfigError."""
     made: Any = task.build_datasets()
     if not (hasattr(made, "train") and hasattr(made, "evaluation")):
@@ -59,7 +59,7 @@ def _problem_of(dataset: Any) -> str:
     return ""
 
 
-def order_of(task: WholeTask, train: Any) -> MakeOrder:
+def order_of(task: TaskWithDefaults, train: Any) -> MakeOrder:
     """Return the order that a task defines by sample weights, lengths or blocks. Raises ConfigError."""
     own = [name for name in ("sample_weights", "sample_lengths", "sample_blocks") if name in task.own]
     if not own:
@@ -103,7 +103,7 @@ def _order_by_blocks(method: Callable[..., Any], sizes: Any, samples: int) -> Ma
         raise mistake(method, str(error), VALID_SIZES) from None
 
 
-def model_of(task: WholeTask, devices: Sequence[torch.device]) -> nn.Module:
+def model_of(task: TaskWithDefaults, devices: Sequence[torch.device]) -> nn.Module:
     """Return the model on the devices.
 
     Raises ConfigError if the task's `place` takes another number of them.
@@ -127,7 +127,7 @@ def model_of(task: WholeTask, devices: Sequence[torch.device]) -> nn.Module:
     return model
 
 
-def optimizer_of(task: WholeTask, model: nn.Module) -> torch.optim.Optimizer | None:
+def optimizer_of(task: TaskWithDefaults, model: nn.Module) -> torch.optim.Optimizer | None:
     """Return the task's own optimizer, if it has one. Raises ConfigError unless it is one for this model."""
     own: Any = task.build_optimizer(model)
     if own is None:
@@ -146,7 +146,9 @@ def optimizer_of(task: WholeTask, model: nn.Module) -> torch.optim.Optimizer | N
     return own
 
 
-def scheduler_of(task: WholeTask, optimizer: torch.optim.Optimizer, total_steps: int) -> LRScheduler | None:
+def scheduler_of(
+    task: TaskWithDefaults, optimizer: torch.optim.Optimizer, total_steps: int
+) -> LRScheduler | None:
     """Return the task's own scheduler for a run of `total_steps` optimizer steps, if it has one."""
     own: Any = _built_scheduler(task, optimizer, total_steps)
     if own is None:
@@ -167,7 +169,7 @@ def scheduler_of(task: WholeTask, optimizer: torch.optim.Optimizer, total_steps:
     return found
 
 
-def check_methods(task: WholeTask) -> None:
+def check_methods(task: TaskWithDefaults) -> None:
     """Raise ConfigError for a method without its counterpart, or with a wrong signature."""
     if "evaluate_all" in task.own and "evaluate_batch" not in task.own:
         raise mistake(task.evaluate_all, "outputs, but the task has no evaluate_batch", OUTPUTS, "needs")
@@ -183,7 +185,7 @@ def check_methods(task: WholeTask) -> None:
         raise mistake(task.after_evaluation, f"the scores ({error})", advice, "cannot take") from None
 
 
-def answer_of(task: WholeTask, scores: Mapping[str, float]) -> bool:
+def answer_of(task: TaskWithDefaults, scores: Mapping[str, float]) -> bool:
     """Return True if the task ends its run after these scores.
 
     Raises ConfigError unless it returns a bool.
@@ -196,7 +198,7 @@ def answer_of(task: WholeTask, scores: Mapping[str, float]) -> bool:
     return bool(answer)
 
 
-def _built_scheduler(task: WholeTask, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
+def _built_scheduler(task: TaskWithDefaults, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
     """Call build_scheduler, with `total_steps` if its signature accepts it."""
     parameters = list(inspect.signature(task.build_scheduler).parameters.values())
     if any(each.name == "total_steps" and each.kind is each.KEYWORD_ONLY for each in parameters):

@@ -107,7 +107,7 @@ class HangHistory:
     idle_limit: float = 0.0
 
     def after(self, alarm: Alarm | None, beats: Sequence[Beat]) -> "HangHistory":
-        """Return this with what one more generation knew at its end."""
+        """Return this history with what one more generation knew when it ended."""
         hang = self.hang if alarm is None or alarm.halted else alarm
         return HangHistory(hang, max([self.idle_limit, *(beat.idle_limit for beat in beats if beat.trains)]))
 

@@ -282,8 +282,8 @@ class LedgerFile:
             self._periods.append(Period(period.launch, period.began + period.length))
             self._clock.activity = "rendezvous"
 
-    def because(self, cause: str) -> None:
-        """Record why the last generation that has ended did."""
+    def set_cause(self, cause: str) -> None:
+        """Record why the last generation ended."""
         with self._lock:
             if len(self._periods) > 1:
                 self._periods[-2] = replace(self._periods[-2], end=cause)

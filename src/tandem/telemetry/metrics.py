@@ -54,7 +54,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Counter(Family):
-    """A metric that only grows; `late`: absent until first counted, for what not every run has."""
+    """A metric that only grows. `late`: absent until first counted, because not every run has it."""
 
     kind = "counter"
     late: bool = False

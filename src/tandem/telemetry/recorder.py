@@ -30,7 +30,7 @@ from tandem.telemetry.meter import (
     StepTimes,
 )
 from tandem.telemetry.metrics import Sample
-from tandem.telemetry.stragglers import Gathering, RankTimes, Stragglers, StragglerWatch
+from tandem.telemetry.stragglers import PendingGather, RankTimes, Stragglers, StragglerWatch
 from tandem.timeouts import PROGRESS_SECONDS
 
 log = logging.getLogger("tandem.run")
@@ -242,7 +242,7 @@ class Recorder:
         """Record the times of steps, whenever they are known."""
         for each in times:
             self.meter.step(self._plan.batch_size, each)
-        self._stragglers.took(times)
+        self._stragglers.record(times)
         if self.rank == 0:
             self._unsent += times
 
@@ -290,7 +290,7 @@ class Recorder:
         )
 
     def log_interval(
-        self, step: int, readings: Readings, exchange: Callable[[list[float]], Gathering]
+        self, step: int, readings: Readings, exchange: Callable[[list[float]], PendingGather]
     ) -> None:
         """Report a log interval: one line, one row, one message.
 
@@ -347,9 +347,9 @@ class Recorder:
         report = self._watch.report(ranks)
         self.samples(*report.samples)
         self._send(report.page)
-        if report.news is not None:
-            log.warning("%s", report.news)
-            self.event("straggler", **report.news.facts())
+        if report.new_straggler is not None:
+            log.warning("%s", report.new_straggler)
+            self.event("straggler", **report.new_straggler.facts())
 
     @property
     def last_loss(self) -> float:

@@ -71,22 +71,22 @@ def from_rows(rows: Sequence[Sequence[float]]) -> list[RankTimes]:
     ]
 
 
-class Gathering:
-    """An exchange of rows between ranks in progress; `work` is torch's handle, `everyones` a tensor."""
+class PendingGather:
+    """An exchange of rows between ranks in progress; `work` is torch's handle, `gathered` a tensor."""
 
-    def __init__(self, work: Any, own_row: object, everyones: Any) -> None:
+    def __init__(self, work: Any, own_row: object, gathered: Any) -> None:
         self._work = work
-        self._everyones = everyones
+        self._gathered = gathered
         self._kept = own_row  # keeps the tensor alive until it is sent
 
-    def is_here(self) -> bool:
+    def is_done(self) -> bool:
         """Return True if `rows` would not wait."""
         return bool(self._work.is_completed())
 
     def rows(self) -> list[list[float]]:
         """Wait for the rows and return them in rank order."""
         self._work.wait()
-        return [[float(value) for value in row] for row in self._everyones.tolist()]
+        return [[float(value) for value in row] for row in self._gathered.tolist()]
 
 
 @dataclass(frozen=True)
@@ -205,27 +205,27 @@ class Stragglers:
     def __init__(self, node: int) -> None:
         self._node = node
         self._times: deque[StepTimes] = deque(maxlen=MAX_TIMES)
-        self._gathering: Gathering | None = None
+        self._pending: PendingGather | None = None
 
-    def took(self, times: Sequence[StepTimes]) -> None:
+    def record(self, times: Sequence[StepTimes]) -> None:
         """Record the times of steps."""
         self._times += times
 
-    def gather(self, exchange: Callable[[list[float]], Gathering]) -> list[RankTimes]:
+    def gather(self, exchange: Callable[[list[float]], PendingGather]) -> list[RankTimes]:
         """Start to gather every rank's row without waiting; return the result of the previous exchange."""
         # One exchange at a time, because all ranks must take part in collectives in the same order.
         # See docs/architecture.md#measuring-a-ranks-own-time.
         before = self.arrived(wait=True)
-        self._gathering = exchange(row_of(self._node, self._times))
+        self._pending = exchange(row_of(self._node, self._times))
         self._times.clear()
         return before
 
     def arrived(self, wait: bool = False) -> list[RankTimes]:
         """Return all ranks' times once, when their rows have arrived and contain steps; else empty."""
-        if self._gathering is None or not (wait or self._gathering.is_here()):
+        if self._pending is None or not (wait or self._pending.is_done()):
             return []
-        ranks = from_rows(self._gathering.rows())
-        self._gathering = None
+        ranks = from_rows(self._pending.rows())
+        self._pending = None
         return ranks if any(each.own for each in ranks) else []
 
 
@@ -235,7 +235,7 @@ class Report:
 
     samples: list[Sample]
     page: Ranks
-    news: Verdict | None
+    new_straggler: Verdict | None
 
 
 class StragglerWatch:
@@ -253,10 +253,10 @@ class StragglerWatch:
     def report(self, ranks: Sequence[RankTimes]) -> Report:
         """Return the report of one more interval."""
         verdict = judge(ranks)
-        news = self.news(verdict)
-        return Report(samples_of(ranks, verdict, self.named), rows_for_page(ranks, self.named), news)
+        new_straggler = self.update(verdict)
+        return Report(samples_of(ranks, verdict, self.named), rows_for_page(ranks, self.named), new_straggler)
 
-    def news(self, verdict: Verdict) -> Verdict | None:
+    def update(self, verdict: Verdict) -> Verdict | None:
         """Update `named`, the current straggler if any; return the verdict if it is a new one."""
         weight = min(verdict.seconds / NAME_SECONDS, 1 / 6)
         marked = verdict.rank if verdict.marked else None

@@ -29,13 +29,13 @@ DATA_SHARE = 0.2
 EXCHANGE_SHARE = 0.3
 TRANSFER_SHARE = 0.25
 OPTIMIZER_SHARE = 0.4
-"""What takes less than these shares is normal, or not worth a person's time."""
+"""A smaller share is normal, or not worth a person's time."""
 BUSY_GPU = 0.5
 """A GPU that runs kernels less than this share of the time waits for its host."""
 GOAL_SHARE = 0.05
 """A suggested interval leaves about this share to evaluations or saves."""
 MOST_TIMES = 1000
-"""No interval is suggested that is more times as long: something else is wrong."""
+"""A suggested interval is at most this many times the current one; beyond that, something else is wrong."""
 SHORT_EXCHANGE_SECONDS = 0.02
 SMALL_EXCHANGE_BYTES = 4 * 2**20
 """An exchange below both of these mostly waits for messages to arrive, so its size does not matter."""

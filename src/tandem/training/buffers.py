@@ -15,7 +15,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from tandem.data.kinds import can_be_read_again, evaluation_batches
 from tandem.distributed.group import ProcessGroup
-from tandem.tasks.base import WholeTask
+from tandem.tasks.base import TaskWithDefaults
 from tandem.tasks.mistakes import check_batch, mistake
 from tandem.torch_private import copy_all, is_batchnorm
 
@@ -165,7 +165,7 @@ def is_lazy(value: Any) -> bool:
     return isinstance(value, nn.UninitializedParameter | nn.UninitializedBuffer)
 
 
-def materialize(task: WholeTask, model: nn.Module, train: Any, world: ProcessGroup) -> None:
+def materialize(task: TaskWithDefaults, model: nn.Module, train: Any, world: ProcessGroup) -> None:
     """Give each lazy parameter its shape and initial values, by a forward pass of a few samples.
 
     The pass is in evaluation mode, so neither dropout nor running statistics depend on it, and the weights

@@ -18,7 +18,7 @@ from tandem.data.loader import batch_size_of, joint_batches
 from tandem.distributed.group import CollectiveObserver, ProcessGroup
 from tandem.distributed.strategy import Strategy
 from tandem.errors import ConfigError, TandemError
-from tandem.tasks.base import WholeTask
+from tandem.tasks.base import TaskWithDefaults
 from tandem.tasks.mistakes import (
     OUTPUTS,
     Sums,
@@ -45,7 +45,7 @@ MISTAKES = (AttributeError, ImportError, NameError, TypeError)
 class _Given(dict[str, Any]):
     """The argument of `evaluate_all`. A missing name is reported as an error at the method's line."""
 
-    def __init__(self, outputs: Mapping[str, Any], task: WholeTask) -> None:
+    def __init__(self, outputs: Mapping[str, Any], task: TaskWithDefaults) -> None:
         super().__init__(outputs)
         self._task = task
 
@@ -61,7 +61,7 @@ class Outputs:
     `strided`: rank r has samples r, r + ranks, ... of the set. Otherwise its rows follow those of rank r - 1.
     """
 
-    def __init__(self, task: WholeTask, world: ProcessGroup, strided: bool) -> None:
+    def __init__(self, task: TaskWithDefaults, world: ProcessGroup, strided: bool) -> None:
         self._task = task
         self._world = world
         self._strided = strided
@@ -197,7 +197,7 @@ class Evaluation:
 
     world: ProcessGroup
     strategy: Strategy
-    task: WholeTask
+    task: TaskWithDefaults
     model: nn.Module
     dataset: Any
     batch_size: int

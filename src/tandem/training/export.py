@@ -20,7 +20,7 @@ from tandem.data.loader import batch_size_of
 from tandem.data.seeds import seed_model
 from tandem.distributed.dcp import write_dcp
 from tandem.errors import CheckpointError, ConfigError, UnloadableError
-from tandem.tasks.base import WholeTask, load_task
+from tandem.tasks.base import TaskWithDefaults, load_task
 from tandem.tasks.build import datasets_of, model_of
 from tandem.tasks.mistakes import kind, mistake
 from tandem.text import one_line
@@ -177,7 +177,9 @@ def export_model(
     state = saved.state
     weights = tensors_in(state)
     data = settings.data
-    task = WholeTask(load_task(settings.run.task, settings.run.task_fields, data.data_dir, data.download))
+    task = TaskWithDefaults(
+        load_task(settings.run.task, settings.run.task_fields, data.data_dir, data.download)
+    )
     task.prepare()
     datasets = datasets_of(task)
     seed_model(settings.run.seed)
@@ -205,7 +207,7 @@ def export_model(
     return f"{path}: {about}, {described}, {path.stat().st_size:,} bytes; weights {digest[:12]}"
 
 
-def _saver(task: WholeTask, model: nn.Module) -> Callable[[Path], None]:
+def _saver(task: TaskWithDefaults, model: nn.Module) -> Callable[[Path], None]:
     save: Any = getattr(model, "save_pretrained", None)
     if not callable(save):
         advice = "--format hf needs a transformers-style model; use --format onnx or safetensors"
@@ -217,7 +219,7 @@ def _saver(task: WholeTask, model: nn.Module) -> Callable[[Path], None]:
     return write
 
 
-def call_of(task: WholeTask, datasets: Datasets, model: nn.Module) -> ExampleCall:
+def call_of(task: TaskWithDefaults, datasets: Datasets, model: nn.Module) -> ExampleCall:
     """Return how the task calls its model with a few evaluation samples.
 
     Uses training samples if there is no evaluation set.

@@ -12,7 +12,7 @@ from tandem.distributed.consensus import Consensus
 from tandem.distributed.group import ProcessGroup
 from tandem.schedule import Cadence
 from tandem.signals import StopFlag
-from tandem.tasks.base import WholeTask
+from tandem.tasks.base import TaskWithDefaults
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Readings
 from tandem.telemetry.recorder import Recorder
@@ -120,7 +120,7 @@ class LoopState:
 class TaskLoopState(LoopState):
     """A task's run, assembled by `rank/task.py`."""
 
-    task: WholeTask
+    task: TaskWithDefaults
     model: nn.Module
     train_step: TrainStep
     schedule: Schedule

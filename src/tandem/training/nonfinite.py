@@ -239,13 +239,13 @@ def culprit(
         _in_forward(model, len(micro_batches), forward),
     )
     own_culprit = next((what for what in found if what is not None), None)
-    everyones = world.gather_json([own_culprit, _in_tensors("the gradient of", gradients)])
-    for rank, (what, _) in enumerate(everyones):
+    gathered = world.gather_json([own_culprit, _in_tensors("the gradient of", gradients)])
+    for rank, (what, _) in enumerate(gathered):
         if what is not None:
             return f"{what} on rank {rank}"
     if not has_gradients:
         return None
-    return next((gradient for _, gradient in everyones if gradient is not None), "the loss")
+    return next((gradient for _, gradient in gathered if gradient is not None), "the loss")
 
 
 def _in_batches(micro_batches: Sequence[Any]) -> str | None:

@@ -17,7 +17,7 @@ from tandem.distributed.group import ProcessGroup
 from tandem.distributed.strategy import Strategy
 from tandem.errors import ConfigError
 from tandem.schedule import Cadence, learning_rate, scale_lr, scaling_of
-from tandem.tasks.base import WholeTask
+from tandem.tasks.base import TaskWithDefaults
 from tandem.tasks.build import optimizer_of, scheduler_of
 from tandem.tasks.mistakes import kind, mistake
 from tandem.text import one_line
@@ -196,7 +196,7 @@ SCHEDULED = ("lr", "momentum", "betas")
 
 
 def build_optimizer(
-    config: OptimizationConfig, task: WholeTask, model: nn.Module, has_all_gradients: bool = True
+    config: OptimizationConfig, task: TaskWithDefaults, model: nn.Module, has_all_gradients: bool = True
 ) -> torch.optim.Optimizer:
     """Build the task's own optimizer if it has one, else the one that the settings name.
 
@@ -236,7 +236,7 @@ def takes_closure(optimizer: torch.optim.Optimizer, must: bool) -> bool:
     return closure is not None and not (must and closure.default is None)
 
 
-def trained_by(task: WholeTask, model: nn.Module) -> list[nn.Parameter]:
+def trained_by(task: TaskWithDefaults, model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that some step trains; if a task freezes them by epoch, that may be all."""
     return [p for p in model.parameters() if p.requires_grad or "freeze" in task.own]
 
@@ -248,7 +248,7 @@ class Schedule:
         self,
         config: OptimizationConfig,
         batch_size: int,
-        task: WholeTask,
+        task: TaskWithDefaults,
         optimizer: torch.optim.Optimizer,
         epoch_steps: int,
         planned: int,

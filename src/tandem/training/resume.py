@@ -35,7 +35,7 @@ from tandem.config.slices import CheckpointConfig
 from tandem.data.fingerprint import changed, data_facts, reordered
 from tandem.data.sampler import GlobalOrder
 from tandem.distributed.group import ProcessGroup
-from tandem.distributed.neighbors import Held, Piece, ShardMap, deliver, listed_nodes, pieces_here
+from tandem.distributed.neighbors import Piece, ShardMap, SlotsToKeep, deliver, listed_nodes, pieces_here
 from tandem.distributed.position import Grant, Position
 from tandem.distributed.whole_state import broadcast_state
 from tandem.errors import ConfigError, CorruptCheckpointError, UnloadableError
@@ -77,7 +77,7 @@ class ResumePoint:
     data: Mapping[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
     own_slot: int | None = None
-    held: Held = Held()
+    held: SlotsToKeep = SlotsToKeep()
     owes_evaluation: bool = False
 
 
@@ -221,7 +221,7 @@ class _Loaded(NamedTuple):
     source: str = "checkpoint"
     slot: int | None = None
     own_slot: int | None = None
-    held: Held = Held()
+    held: SlotsToKeep = SlotsToKeep()
 
 
 def _shards_from_memory(world: ProcessGroup, grant: Grant, where: ShardMap, step: int) -> _Loaded:

@@ -24,7 +24,7 @@ from tandem.distributed.consensus import (
 from tandem.distributed.group import CollectiveObserver, ProcessGroup
 from tandem.distributed.strategy import Strategy, waits_inside
 from tandem.errors import NonFiniteError
-from tandem.tasks.base import WholeTask
+from tandem.tasks.base import TaskWithDefaults
 from tandem.tasks.mistakes import (
     Sums,
     at,
@@ -67,7 +67,7 @@ class TrainingModule(nn.Module):
 
     def __init__(
         self,
-        task: WholeTask,
+        task: TaskWithDefaults,
         model: nn.Module,
         device: torch.device,
         precision: str,
@@ -143,7 +143,7 @@ class TrainStep:
         optimization: OptimizationConfig,
         batch_size: int,
         seed: int,
-        task: WholeTask,
+        task: TaskWithDefaults,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         clock: Clock,
@@ -425,7 +425,7 @@ class TrainStep:
 
 
 def check_closure(
-    task: WholeTask,
+    task: TaskWithDefaults,
     optimizer: torch.optim.Optimizer,
     strategy: Strategy,
     scaler: torch.amp.GradScaler,

@@ -17,7 +17,7 @@ from tandem.distributed.devices import cores_of
 from tandem.distributed.group import ProcessGroup
 from tandem.errors import ConfigError
 from tandem.log import counted
-from tandem.tasks.base import WholeTask, load_task
+from tandem.tasks.base import TaskWithDefaults, load_task
 from tandem.tasks.build import answer_of, check_methods, datasets_of, model_of, order_of
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.recorder import Recorder
@@ -44,7 +44,7 @@ class TaskState:
     are added to its manifest. `after_evaluation` is therefore called again when such a checkpoint is loaded.
     """
 
-    def __init__(self, task: WholeTask, world: ProcessGroup) -> None:
+    def __init__(self, task: TaskWithDefaults, world: ProcessGroup) -> None:
         self._task = task
         self._world = world
         self._heard = 0
@@ -76,7 +76,7 @@ class TaskState:
             self.after_evaluation(int(state["step"]), scores)
 
 
-def recall(task: WholeTask, state: Mapping[str, Any]) -> None:
+def recall(task: TaskWithDefaults, state: Mapping[str, Any]) -> None:
     """Restore the task's own state from a checkpoint, if both have one."""
     saved = state.get("task", {})
     if "load_state_dict" in task.own and "state" in saved:
@@ -102,7 +102,7 @@ class TrainState:
         self.recorder = recorder
         self.strategy = strategies.load(compute.strategy, world, exchange, compute)
         flag = f"--strategy {compute.strategy}" if self.strategy.shards_parameters else ""
-        self.task = WholeTask(load_task(run.task, run.task_fields, data.data_dir, data.download))
+        self.task = TaskWithDefaults(load_task(run.task, run.task_fields, data.data_dir, data.download))
         # The ranks of a node share its data directory, and two downloads would write the same files.
         world.once_per_node(self.task.prepare)
         check_methods(self.task)

@@ -178,7 +178,9 @@ def track(options: "Namespace", environ: Environment) -> int:
     # tracker and OpenTelemetry may be sent to at the same time, so they lock different directories.
     with tracking.exclusive_sender(run.logs if is_otel else run.folder, wait=options.follow):
         secrets = secrets_in(environ)
-        sending = otel.OtelSending(run, secrets, environ) if is_otel else tracking.Sending(run, name, secrets)
+        sending = (
+            otel.OtelUpload(run, secrets, environ) if is_otel else tracking.TrackerUpload(run, name, secrets)
+        )
         if options.follow:
             return FINISHED if tracking.follow_launch(sending, name, config, run) else FAILED
         print(printable(sending.catch_up(), LONGEST_LINE))

@@ -16,7 +16,7 @@ from tandem.verify.audit_files import Leaf, UnreadableError, has_tensors, read
 from tandem.verify.audit_logs import TIMES, is_same, key_of
 
 FACTOR = 3.0
-"""How much farther from an uninterrupted run than those are from each other still counts as noise."""
+"""A difference of up to this many times the distance between the two uninterrupted runs counts as noise."""
 TOO_NOISY = 0.05
 """If two uninterrupted runs differ by more than this, relative to the values, a comparison shows nothing."""
 Series = Mapping[str, Mapping[float, float]]

@@ -22,7 +22,7 @@ from tandem.data.seeds import seed_micro_step, seed_model
 from tandem.data.source import BatchReader
 from tandem.distributed.group import CollectiveObserver, ProcessGroup
 from tandem.distributed.position import Connection, Position
-from tandem.tasks.base import WholeTask, load_task
+from tandem.tasks.base import TaskWithDefaults, load_task
 from tandem.tasks.build import datasets_of, model_of, order_of
 from tandem.tasks.mistakes import kind, line_of, loss_and_sums
 from tandem.training.buffers import materialize
@@ -63,7 +63,7 @@ def _facts_in(world: ProcessGroup, settings: Settings) -> ProbeResults:
     run = settings.run
     config = settings.data
     made = load_task(run.task, run.task_fields, config.data_dir, config.download)
-    task = WholeTask(made)
+    task = TaskWithDefaults(made)
     # As in training: two downloads to one directory would collide.
     world.once_per_node(task.prepare)
     datasets = datasets_of(task)
@@ -112,7 +112,7 @@ def _fact(name: str, location: str, make: Callable[[int], Any]) -> Fact:
     return Fact(name, location, *(digest(flat(make(number)))[:12] for number in (0, 1)))
 
 
-def unpicklable(task: WholeTask, datasets: Any) -> list[tuple[str, str]]:
+def unpicklable(task: TaskWithDefaults, datasets: Any) -> list[tuple[str, str]]:
     """Return (place, what and why) for each part that cannot be sent to another process."""
     parts = {"the training set": datasets.train, "the evaluation set": datasets.evaluation}
     collate = task.collate.method if isinstance(task.collate, WithStepContext) else task.collate
@@ -126,7 +126,7 @@ def unpicklable(task: WholeTask, datasets: Any) -> list[tuple[str, str]]:
     return found
 
 
-def samples_at(made: object, task: WholeTask, dataset: Any) -> str:
+def samples_at(made: object, task: TaskWithDefaults, dataset: Any) -> str:
     """Return where samples are created: the dataset's own method if it is in the task's module."""
     for name in ("__getitems__", "__getitem__", "__iter__"):
         method = getattr(type(dataset), name, None)

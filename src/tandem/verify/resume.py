@@ -25,8 +25,8 @@ STEPS = 40
 TRIES = 3
 STATE = {"task": "in the state of its model and optimizer", "script": "passed to run.keep"}
 SEE = {
-    "task": "see `What to keep to` in docs/bring-your-own-model.md",
-    "script": "see `What to keep to` in docs/your-own-loop.md",
+    "task": "see `Rules for exact resume` in docs/bring-your-own-model.md",
+    "script": "see `Rules for exact resume` in docs/your-own-loop.md",
 }
 
 Say = Callable[[str], None]

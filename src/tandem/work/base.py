@@ -166,7 +166,7 @@ def last_error(lines: Sequence[str]) -> str:
 
 
 PROGRESS = NOTHING, SAVED, TRAINED = "nothing", "saved", "trained"
-"""What there is of a run when a generation starts.
+"""What a generation can resume from.
 
 Nothing, the checkpoint that it resumes from, or newer state in node 0's memory, which a stop must not lose.
 """
