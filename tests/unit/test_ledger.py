@@ -85,6 +85,26 @@ def test_a_launch_that_wrote_no_end_was_killed_and_a_running_one_has_no_cause() 
     assert found.parts["redone"] == pytest.approx(2)
 
 
+def test_steps_of_which_the_agent_did_not_hear_count() -> None:
+    """The last beat of the ranks came at step 80, but the next ones resume from step 90."""
+    killed = Period(0.0, 0.0, {"train": 10.0}, first=0, last=80, stalled=2.0, end="rank killed")
+    after = Period(0.0, 10.0, {"rendezvous": 1.0, "train": 1.0}, first=90, last=95)
+    found = account([killed, after])
+    assert found.parts["redone"] == pytest.approx(1.0)  # 2 s less ten steps of 0.1 s
+    assert found.parts["steps"] == pytest.approx(10.0)
+    assert found.causes["rank killed"].seconds == pytest.approx(2.0)
+
+
+def test_steps_between_the_last_write_and_the_kill_of_a_launch_are_no_absence() -> None:
+    killed = Period(0.0, 0.0, {"train": 10.0}, first=0, last=80, stalled=2.0)
+    after = Period(50.0, 50.0, {"startup": 3.0, "train": 1.0}, first=130, last=131)
+    found = account([killed, after])
+    assert found.parts["away"] == pytest.approx(40.0 - 3.0)  # 50 steps of 0.1 s, of which 2 s were known
+    assert found.parts["steps"] == pytest.approx(10.0 + 3.0 + 1.0)
+    assert found.parts["redone"] == 0 and found.wall == pytest.approx(54.0)
+    assert found.causes[KILLED].seconds == pytest.approx(37.0 + 3.0)
+
+
 def test_waits_are_taken_out_of_the_steps() -> None:
     found = account([Period(0, 0, {"train": 100}, 0, 10, data=30, stragglers=20)])
     assert (found.parts["steps"], found.parts["data"], found.parts["stragglers"]) == (50, 30, 20)

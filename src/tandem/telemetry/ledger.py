@@ -159,15 +159,19 @@ def account(periods: Sequence[Period]) -> Ledger:
         cause = period.end or (OTHER if is_same_launch else KILLED)
         # Without an end, the last period may not be over, so that nothing has been repeated yet.
         redone = 0.0 if is_last and not period.end else _redone(period, training, survivors[at])
+        cost = redone
+        if following is not None:
+            away = 0.0 if is_same_launch else max(0.0, following.began - period.began - period.length)
+            unseen = _unseen(period, training, survivors[at])
+            unwritten = min(away, max(0.0, unseen - min(period.stalled, training)))
+            training += unwritten
+            away -= unwritten
+            parts["away"] += away
+            cost += away + sum(following.seconds.get(each, 0.0) for each in AGAIN)
         parts["steps"] += training - redone
         parts["redone"] += redone
         for part, seconds in waits.items():
             parts[part] += seconds
-        cost = redone
-        if following is not None:
-            away = 0.0 if is_same_launch else following.began - period.began - period.length
-            parts["away"] += max(0.0, away)
-            cost += max(0.0, away) + sum(following.seconds.get(each, 0.0) for each in AGAIN)
         if cause != FINISHED and (cost or following is not None):
             costs.setdefault(cause, []).append(cost)
     causes = {cause: Cost(len(each), sum(each)) for cause, each in costs.items()}
@@ -209,7 +213,20 @@ def _redone(period: Period, training: float, survivor: int | None) -> float:
     if steps <= 0:
         return training if cut_short else 0.0
     kept = period.last if survivor is None else max(period.first, min(period.last, survivor))
-    return stalled + (training - stalled) * (period.last - kept) / steps
+    lost = max(0.0, stalled - _unseen(period, training, survivor))
+    return lost + (training - stalled) * (period.last - kept) / steps
+
+
+def _unseen(period: Period, training: float, survivor: int | None) -> float:
+    """Return the seconds of steps that count, but that the agent did not hear of before the ranks ended.
+
+    A later period continues after them. They are part of `stalled`; those that a launch finished between its
+    last write and its kill are in the time without a launch.
+    """
+    if survivor is None or period.first is None or period.last <= period.first:
+        return 0.0
+    per_step = (training - min(period.stalled, training)) / (period.last - period.first)
+    return max(0, survivor - period.last) * per_step
 
 
 def periods_in(records: Iterable[Mapping[str, Any]]) -> list[Period]:
