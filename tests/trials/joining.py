@@ -21,8 +21,6 @@ from patience import patient
 ROOT = Path(__file__).parents[2]
 PORT = 29500
 NODES = 8
-TRAINING = 4
-"""The other nodes are spares, so that the check succeeds on healthy nodes although some stay out."""
 LINK_RATE = "1gbit"
 TENTH_RATE = "100mbit"
 BURST = "burst 128kb latency 50ms"
@@ -76,7 +74,10 @@ class TenthOfACore:
 
 
 class JoiningNodes:
-    """The namespaces, on one bridge."""
+    """The namespaces, on one bridge.
+
+    Half of the nodes are spares, so that the check succeeds on healthy nodes although some stay out.
+    """
 
     def __init__(self, fabric: Sequence[Machine], folder: Path) -> None:
         self._machines = fabric
@@ -84,6 +85,7 @@ class JoiningNodes:
 
     def check(self, faults: Mapping[str, int]) -> Checked:
         """Run the check on all nodes; `faults` has the node of each planted fault."""
+        count = len(self._machines)
         for number, each in enumerate(self._machines):
             rate = TENTH_RATE if number == faults.get("bandwidth") else LINK_RATE
             each.run(f"tc qdisc replace dev eth0 root tbf rate {rate} {BURST}")
@@ -92,25 +94,26 @@ class JoiningNodes:
             # waits for node 0.
             if faults.get("core") == 0:
                 core.begin()
-            started = {node: self._start(node, faults, core) for node in range(1, NODES)}
+            started = {node: self._start(node, faults, core) for node in range(1, count)}
             try:
                 for process in started.values():
                     _await_line(process, "waiting for master")
                 core.begin()
                 started[0] = self._start(0, faults, core)
-                ended = [started[node].communicate(timeout=patient(150)) for node in range(NODES)]
+                ended = [started[node].communicate(timeout=patient(150)) for node in range(count)]
             finally:
                 for process in started.values():
                     process.kill()
                     process.wait()
-        codes = [int(started[node].returncode) for node in range(NODES)]
+        codes = [int(started[node].returncode) for node in range(count)]
         told = [json.loads(output) if output else {"said": error} for output, error in ended]
         assert all(each == told[0] for each in told), told
         return Checked(told[0], codes)
 
     def _start(self, node: int, faults: Mapping[str, int], core: TenthOfACore) -> subprocess.Popen[str]:
         module = "shifted_clock" if node == faults.get("clock") else "tandem"
-        job = ("--nodes", TRAINING, "--spares", NODES - TRAINING, "--node-rank", node)
+        count = len(self._machines)
+        job = ("--nodes", count // 2, "--spares", count - count // 2, "--node-rank", node)
         where = ("--master", f"{self._machines[0].address}:{PORT}", "--run-dir", self._folder)
         command = [sys.executable, "-m", module, "doctor", "--join", "--json", *map(str, (*job, *where))]
         if node == faults.get("volume"):
@@ -139,11 +142,11 @@ def _await_line(process: subprocess.Popen[str], text: str) -> None:
 
 
 @contextmanager
-def joining_nodes(folder: Path) -> Iterator[JoiningNodes]:
-    """Create the namespaces; the run directory is in `folder`."""
+def joining_nodes(folder: Path, count: int = NODES) -> Iterator[JoiningNodes]:
+    """Create `count` namespaces; the run directory is in `folder`."""
     run_dir = folder / "run"
     run_dir.mkdir()
-    found = machines(NODES)
+    found = machines(count)
     try:
         yield JoiningNodes(next(found), run_dir)
     finally:
