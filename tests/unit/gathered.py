@@ -9,7 +9,7 @@ class Here:
 
     found: list[list[float]]
 
-    def is_here(self) -> bool:
+    def is_done(self) -> bool:
         return True
 
     def rows(self) -> list[list[float]]:

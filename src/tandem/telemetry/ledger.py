@@ -214,7 +214,7 @@ def _redone(period: Period, training: float, survivor: int | None) -> float:
         return training if cut_short else 0.0
     kept = period.last if survivor is None else max(period.first, min(period.last, survivor))
     lost = max(0.0, stalled - _unseen(period, training, survivor))
-    return lost + (training - stalled) * (period.last - kept) / steps
+    return min(training, lost + (training - stalled) * (period.last - kept) / steps)
 
 
 def _unseen(period: Period, training: float, survivor: int | None) -> float:
