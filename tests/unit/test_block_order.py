@@ -119,6 +119,15 @@ def test_a_node_reads_each_block_once_and_few_at_a_time() -> None:
     assert 4096 <= read <= 4096 + LANES
 
 
+@pytest.mark.parametrize("nodes", [1, 2, 4, 8, 16])
+def test_nodes_that_divide_the_lanes_read_little_twice_even_of_few_uneven_blocks(nodes: int) -> None:
+    sizes = numpy.random.default_rng(0).integers(50, 150, 200)
+    order = BlockOrder(int(sizes.sum()), 256, 0, sizes)
+    shares = (TrainBatches(order, rank, nodes, None, 0, 1).positions for rank in range(nodes))
+    read = [sizes[order.blocks(0, order.steps_per_epoch, positions)].sum() for positions in shares]
+    assert sum(read) <= 1.15 * sizes.sum()
+
+
 def test_the_order_is_the_one_of_earlier_versions() -> None:
     """A checkpoint's position refers to it: with another order, the algorithm needs another name."""
     sizes = [3, 1, 7, 20, 5, 5, 11] * 30

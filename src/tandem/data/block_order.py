@@ -21,7 +21,7 @@ from tandem.data.sampler import GlobalOrder, Numbers, Permutation, halves, mixed
 from tandem.data.seeds import derive_seed, derive_seeds
 
 LANES = 64
-"""Divisible by common numbers of nodes. With 64 lanes, 16 nodes read no block twice."""
+"""Divisible by common numbers of nodes. With 64 lanes, 16 nodes share only blocks at the borders of lanes."""
 WINDOW = 4
 """Blocks that are shuffled together in a lane, so up to 256 blocks are mixed in all."""
 FEW_LANES = 16
