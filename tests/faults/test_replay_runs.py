@@ -1,5 +1,7 @@
 """A job whose rank computes wrongly under --replay-check: how it ends, and that its advice works."""
 
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -12,24 +14,31 @@ pytestmark = pytest.mark.timeout(300)
 BROKEN = (
     TASK.replace(
         "        out = model(x)",
-        "        is_faulty = torch.distributed.get_rank() == 1 and os.path.exists('broken')\n"
+        "        is_faulty = torch.distributed.get_rank() == FAULTY and os.path.exists('broken')\n"
         "        if model.training and is_faulty and (x == 77).any():\n"
         "            os.remove('broken')\n"  # the fault is in this process, not in the rank
         "            self.factor = 1 + 1e-6\n"
+        "            if os.path.exists('ends slowly'):\n"
+        "                rank_task.end_loaders = lambda: time.sleep(3)\n"
         "        out = model(x) * self.factor",
     )
     .replace("    delay: float = 0.0\n", "    delay: float = 0.0\n    factor = 1.0\n")
     .replace("        rows = TensorRows(", "        x[{row}, 0] = 77\n        rows = TensorRows(")
-    .replace("import time\n", "import os\nimport time\n")
+    .replace("import time\n", "import os\nimport time\n\nfrom tandem.rank import task as rank_task\n\n")
 )
-FLAGS = ("--steps", 20, "--checkpoint-every", 5, "--replay-check", 5)
+FLAGS = ("--steps", 20, "--checkpoint-every", 5, "--replay-check", 5, "--threads", 1)
+
+
+def plant(runs: Runs, rank: int) -> None:
+    """Write the task whose `rank` computes wrongly from its 14th step on, as long as there is a file `broken`."""
+    row = int(GlobalOrder(2500, 24, seed=0).batch(13)[1][rank])
+    (runs.folder / "small.py").write_text(BROKEN.replace("{row}", str(row)).replace("FAULTY", str(rank)))
 
 
 @pytest.fixture
 def undisturbed(runs: Runs) -> str:
-    """The weights' SHA-256 of a job without the fault, which begins in the 14th step of the next one."""
-    row = int(GlobalOrder(2500, 24, seed=0).batch(13)[1][1])  # of rank 1
-    (runs.folder / "small.py").write_text(BROKEN.replace("{row}", str(row)))
+    """The weights' SHA-256 of a job without the fault, which the next one has on rank 1."""
+    plant(runs, 1)
     found = runs.undisturbed(*FLAGS, ranks=3)
     (runs.folder / "broken").touch()
     return found
@@ -49,6 +58,7 @@ def test_a_rank_that_computes_wrongly_ends_the_job_which_resumes_where_the_line_
     assert code == 1, output
     assert "step 16 does not count" in output and "wrong: rank 1 on node 1" in output
     assert "resume from a checkpoint of step 10 or before" in output
+    assert "with --spares or --elastic, the job would leave that node out" in output
     assert found_in(runs, "run") and len(runs.events("run", "world")) == 1, "not retried"
     summary = runs.finish("launch", "run", "--nodes", 3, *FLAGS, "--resume", "run@10")
     assert summary["weights_sha256"] == undisturbed
@@ -77,3 +87,67 @@ def test_without_a_spare_that_waits_the_job_ends(runs: Runs, undisturbed: str, f
     (runs.folder / "broken").unlink(missing_ok=True)
     assert runs.finish("launch", "run", "--nodes", 3, *FLAGS)["weights_sha256"] == undisturbed
     assert runs.events("run", "resumed")[-1]["step"] == 10
+
+
+def nodes_of_starts(runs: Runs, run: str) -> list[int]:
+    return [event["nodes"] for event in runs.events(run, "world")]
+
+
+@pytest.mark.parametrize("ends_slowly", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_elastic_job_leaves_the_node_out_and_goes_back_before_the_last_clean_check(
+    runs: Runs, ends_slowly: bool
+) -> None:
+    """Also if the other nodes wait for the next start before the wrong rank's process has ended."""
+    plant(runs, 1)
+    (runs.folder / "broken").touch()
+    if ends_slowly:
+        (runs.folder / "ends slowly").touch()
+    code, output = runs.processes.wait(
+        runs.start("launch", "run", "--nodes", 3, "--elastic", "2:3", *FLAGS), limit=180
+    )
+    assert code == 0, output
+    assert found_in(runs, "run") and "node 1 computes wrongly and is left out" in output
+    assert nodes_of_starts(runs, "run") == [3, 2]
+    (left_out,) = runs.events("run", "node_left_out")
+    assert (left_out["node"], left_out["reason"]) == (1, "computes wrongly")
+    assert runs.events("run", "resumed")[-1]["step"] == 10
+    assert [path.name for path in (runs.folder / "run").glob("checkpoints-before-*/*")]
+    log = (runs.folder / "run/log/node-1.log").read_text()
+    assert "node 1 stays out of this job" in log and "the job has ended with code 0" in log
+    by_hand = runs.finish("launch", "by hand", "--nodes", 2, *FLAGS, "--resume", "run@10")
+    assert runs.summary("run")["weights_sha256"] == by_hand["weights_sha256"]
+
+
+def test_a_node_that_computes_wrongly_does_not_come_back(runs: Runs, free_port: int) -> None:
+    """Its platform starts it again on the same machine."""
+    plant(runs, 1)
+    (runs.folder / "broken").touch()
+    master = ("--nodes", 3, "--elastic", "2:3", "--master", f"127.0.0.101:{free_port}")
+
+    def start(node: int) -> Any:
+        flags = ("--node-rank", node, *master, *FLAGS, "--steps", 300)
+        return runs.start("launch", "run", *flags, delay=0.05)
+
+    nodes = [start(node) for node in range(3)]
+    runs.until(lambda: nodes_of_starts(runs, "run") == [3, 2], "start without node 1")
+    os.killpg(nodes[1].pid, signal.SIGKILL)
+    nodes[1].wait()
+    nodes[1] = start(1)
+    ends = [runs.processes.wait(node, limit=180) for node in nodes]
+    assert [code for code, _ in ends] == [0, 0, 0], ends
+    assert "node 1 stays out of this job" in ends[1][1]
+    assert nodes_of_starts(runs, "run") == [3, 2]
+    assert runs.summary("run")["global_step"] == 300
+
+
+def test_a_job_ends_if_its_first_node_computes_wrongly(runs: Runs) -> None:
+    plant(runs, 0)
+    (runs.folder / "broken").touch()
+    code, output = runs.processes.wait(
+        runs.start("launch", "run", "--nodes", 3, "--elastic", "1:3", *FLAGS), limit=180
+    )
+    assert code == 1, output
+    assert "wrong: rank 0 on node 0" in output and "resume from a checkpoint of step 10" in output
+    assert "the job cannot continue without node 0" in output
+    assert nodes_of_starts(runs, "run") == [3]
+    assert not list((runs.folder / "run").glob("checkpoints-before-*")), "a person chooses"

@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 
+from tandem.distributed.position import Grant, Position
 from tandem.errors import ReplayMismatchError
 from tandem.rank.restarts import leaving_out
 
@@ -12,23 +13,33 @@ STORE = ("127.0.0.1", 1, "generation/1")
 
 
 @pytest.mark.parametrize(
-    "spares, store, nodes, clean",
+    "spares, fewest, store, nodes, clean, why_not",
     [
-        (0, STORE, (1,), 10),
-        (1, None, (1,), 10),
-        (1, STORE, (0,), 10),
-        (1, STORE, (1, 2), 10),
-        (1, STORE, (), 10),
-        (1, STORE, (1,), None),
+        (0, None, STORE, (1,), 10, "--spares"),
+        (1, None, None, (1,), 10, "`tandem launch`"),
+        (1, None, STORE, (0,), 10, "node 0"),
+        (1, None, STORE, (1, 2), 10, "exactly one"),
+        (1, None, STORE, (), 10, "exactly one"),
+        (1, None, STORE, (1,), None, "no check"),
+        (0, 3, STORE, (1,), 10, "the 3 that --elastic requires"),
+        (0, 2, STORE, (0,), 10, "node 0"),
+        (0, 2, STORE, (1,), None, "no check"),
     ],
-    ids=["no spares", "no agent", "node 0", "two nodes", "not certain", "no clean check"],
-)
+    ids=[
+        "neither spares nor elastic", "no agent", "node 0", "two nodes", "not certain", "no clean check",
+        "fewer than MIN", "node 0 of an elastic job", "no clean check in an elastic job",
+    ],
+)  # fmt: skip
 def test_the_job_ends_where_the_node_cannot_be_left_out(
-    spares: int, store: object, nodes: tuple[int, ...], clean: int | None
+    spares: int, fewest: int | None, store: object, nodes: tuple[int, ...], clean: int | None, why_not: str
 ) -> None:
     session: Any = SimpleNamespace(
         settings=SimpleNamespace(launch=SimpleNamespace(spares=spares)),
+        grant=Grant(fewest_nodes=fewest),
+        position=Position(nodes=3),
+        world=SimpleNamespace(broadcast_json=lambda value: value),
         connection=SimpleNamespace(store=store),
     )
-    with pytest.raises(ReplayMismatchError), leaving_out(cast(Any, session)):
+    with pytest.raises(ReplayMismatchError, match=why_not) as caught, leaving_out(cast(Any, session)):
         raise ReplayMismatchError("step 16 does not count", nodes, clean)
+    assert str(caught.value).startswith("step 16 does not count; ")

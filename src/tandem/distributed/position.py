@@ -76,6 +76,8 @@ class Grant:
     `memories`: shared memory that outlives the ranks. One region per rank for its part of the state that is
     equal on all ranks, then one region per rank for the rank's own state. Last, one region per rank for
     copies of another node's own state. Empty without an agent.
+
+    `fewest_nodes`: how many nodes the job needs to continue (`--elastic`); None if it needs all.
     """
 
     restart: int = 0
@@ -83,6 +85,7 @@ class Grant:
     resume: ResumeDecision = ResumeDecision("fresh")
     owner: Token | None = None
     memories: tuple[NodeMemory, ...] = ()
+    fewest_nodes: int | None = None
 
     @property
     def folder(self) -> Path:

@@ -117,7 +117,7 @@ def _run_connections(
         except PlaceLostError:
             node.workers.kill()
             if agent is not None:
-                agent.abandon()
+                agent.withdraw()
             continue
         except StopRequestedError:
             # 137, not 143: a stop during the rendezvous saves nothing, and 143 promises a checkpoint.

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -63,7 +64,6 @@ from tandem.signals import forwarded_as
 from tandem.telemetry.hangs import Alarm
 from tandem.text import first_line
 from tandem.timeouts import (
-    BLAME_SECONDS,
     ENDING_SECONDS,
     MEMBERSHIP_SECONDS,
     MONITOR_SECONDS,
@@ -72,7 +72,7 @@ from tandem.timeouts import (
     WAITING_WORD_SECONDS,
 )
 from tandem.torch_private import stop_keep_alive
-from tandem.work.base import Cause, GenerationEnd, failures
+from tandem.work.base import Cause, GenerationEnd
 
 log = logging.getLogger("tandem.agent")
 
@@ -183,6 +183,8 @@ class NodeAgent(SimpleElasticAgent):
             # Read before `kill`, whose SIGKILLs would look like the cause.
             ended = self._workers.codes(), self._workers.aborted()
             self._recovery.failed(self._positions, self._prefix, *ended, why=self._known_cause())
+            if code is None and self._recovery.is_wrong:
+                code = PEER_LOST  # the ranks here end later than those of other nodes, which already wait
             if code is None:
                 self._workers.kill()
                 # None: nodes wait to join, or the job ended elsewhere. The latter needs no line here,
@@ -258,7 +260,7 @@ class NodeAgent(SimpleElasticAgent):
         end = GenerationEnd(
             codes=codes,
             now=self._workers.codes,
-            blamed=self._await_blame,
+            blamed=partial(self._recovery.await_blame, self._prefix),
             positions=self._positions,
             prefix=self._prefix,
             grant=self._grant,
@@ -270,21 +272,6 @@ class NodeAgent(SimpleElasticAgent):
         )
         code, self._cause = self._work.explain(end)
         return code
-
-    def _await_blame(self) -> dict[int, int]:
-        """Return the failures on this node once one of them is more than a lost peer, or after BLAME_SECONDS.
-
-        The kernel closes a rank's connections before its process ends, so its peers may end first.
-        """
-        deadline = running_clock.now() + BLAME_SECONDS
-        while True:
-            codes = self._workers.codes()
-            failed = failures(codes)
-            explained = any(code != PEER_LOST for code in failed.values())
-            explained = explained or bool(self._recovery.requested(self._prefix))
-            if explained or None not in codes.values() or running_clock.now() > deadline:
-                return failed
-            self._workers.pause(MONITOR_SECONDS)
 
     def _is_to_blame(self, code: int) -> bool:
         """Return whether a failure counts against this node's restart budget.
@@ -406,6 +393,11 @@ class NodeAgent(SimpleElasticAgent):
     def abandon(self) -> None:
         """Give up this connection, so that its keep-alive thread does not keep talking to a dead store."""
         stop_keep_alive(self._handler)
+
+    def withdraw(self) -> None:
+        """Leave the rendezvous: without this, the others would wait until this node's heartbeat expires."""
+        self._joining = False  # this node waits for nothing, so `_before_poll` must not raise
+        self._departures.go(self._handler)
 
     def leave(self, code: int, reason: str) -> bool:
         """Publish how the job ended, and on node 0 wait until the others have read it.

@@ -90,4 +90,5 @@ class NodeContext:
     def grant(self, restart: int, resume: ResumeDecision) -> Grant:
         """Return what this node's ranks get from their agent in the generation after `restart` restarts."""
         socket = str(self.view.socket_path)
-        return Grant(restart=restart, sample_socket=socket, resume=resume, owner=self.lease.token)
+        fewest, _ = self.placement.elastic or (None, None)
+        return Grant(restart, socket, resume, self.lease.token, fewest_nodes=fewest)

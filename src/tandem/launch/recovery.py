@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tandem import running_clock
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.distributed.position import Grant, Position
 from tandem.distributed.restart_notes import WRONG_NODE, WrongNode, newest_in, read
@@ -23,8 +24,8 @@ from tandem.launch.node_context import NodeContext
 from tandem.log import counted
 from tandem.script.job import error_file
 from tandem.text import format_duration
-from tandem.timeouts import MONITOR_SECONDS, OTHERS_SECONDS
-from tandem.work.base import Cause, last_words, signal_name
+from tandem.timeouts import BLAME_SECONDS, MONITOR_SECONDS, OTHERS_SECONDS
+from tandem.work.base import Cause, failures, last_words, signal_name
 
 log = logging.getLogger("tandem.agent")
 
@@ -87,9 +88,18 @@ class Recovery:
             # A rank that failed by itself explains the end of the others.
             if not any(code is not None and is_own(code) for code in codes.values()):
                 self.request = self.requested(prefix)
-                wrong = read(self._store, WRONG_NODE, WrongNode)
-                self.is_wrong = wrong is not None and (wrong.prefix, wrong.node) == (prefix, first.node_rank)
+                self._note_wrong_node(prefix, first.node_rank)
         self._why = why or self.request
+
+    def _note_wrong_node(self, prefix: str, here: int) -> None:
+        wrong = read(self._store, WRONG_NODE, WrongNode)
+        if wrong is None or wrong.prefix != prefix:
+            return
+        self.is_wrong = wrong.node == here
+        # With spares, node 0 reports it once another node has the place.
+        if self._node.placement.elastic is not None and self._node.placement.node_rank == 0:
+            log.warning("node %d computes wrongly and is left out of the job", wrong.node)
+            self._node.view.event("node_left_out", node=wrong.node, reason="computes wrongly")
 
     def has_lost_others(self, seconds: float = OTHERS_SECONDS) -> bool:
         """Return whether the ranks here were aborted because a rank of another node was killed or failed.
@@ -104,6 +114,21 @@ class Recovery:
                 break
             time.sleep(MONITOR_SECONDS)
         return False
+
+    def await_blame(self, prefix: str) -> dict[int, int]:
+        """Return the failures on this node once one of them is more than a lost peer, or after BLAME_SECONDS.
+
+        The kernel closes a rank's connections before its process ends, so its peers may end first.
+        """
+        deadline = running_clock.now() + BLAME_SECONDS
+        while True:
+            codes = self._node.workers.codes()
+            failed = failures(codes)
+            explained = any(code != PEER_LOST for code in failed.values())
+            explained = explained or bool(self.requested(prefix))
+            if explained or None not in codes.values() or running_clock.now() > deadline:
+                return failed
+            self._node.workers.pause(MONITOR_SECONDS)
 
     def requested(self, prefix: str) -> str:
         """Return why ranks of the generation at this prefix asked for a restart, and what follows, or ""."""

@@ -4,6 +4,8 @@ Every node but node 0 reports several times a second to the agents' store that i
 the places of the world (`places.py`) and writes them there. A node joins the rendezvous only while it has a
 place; without one it waits, with its fork server and the processes of its ranks warm. To torch's rendezvous,
 the number of nodes is fixed. See docs/architecture.md#spares.
+
+In an elastic job, every node has a place, until its ranks compute wrongly.
 """
 
 import contextlib
@@ -14,6 +16,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -37,6 +40,7 @@ from tandem.launch.rendezvous import (
     JobEndedError,
     StopRequestedError,
     StoreLostError,
+    is_confirmed,
     job_end_in,
     read_all,
 )
@@ -46,6 +50,7 @@ from tandem.platforms.placement import Placement
 from tandem.timeouts import (
     FIRST_CALL_SECONDS,
     KEEP_ALIVE_ATTEMPTS,
+    MEMBERSHIP_SECONDS,
     SPARE_BEAT_SECONDS,
     SPARE_BEATS_MISSED,
     SPARE_TAKES_SECONDS,
@@ -59,14 +64,15 @@ log = logging.getLogger("tandem.agent")
 
 PLACES_KEY = "tandem/places"
 SPARES_LEFT_KEY = "tandem/spares/left"
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class PlaceLostError(Exception):
-    """This node's place was given to another node; this node becomes a spare."""
+    """This node has no place any more; in a job with spares, it becomes one."""
 
 
 class Places:
-    """Places in a job without spares: each node keeps the one that it was started with."""
+    """Places in a job of a fixed number of nodes: each keeps the one that it was started with."""
 
     is_joining = False
     """Whether this node's agent waits in the rendezvous for the others."""
@@ -84,7 +90,7 @@ class Places:
         return node
 
     def check(self, store: TCPStore) -> None:
-        """Raise PlaceLostError if this node's place was given to another."""
+        """Raise PlaceLostError if this node has no place any more."""
 
     def address(self, placement: Placement) -> str:
         """Return the name of this node in the rendezvous.
@@ -101,11 +107,68 @@ class Places:
         """Record a failure of this node's own ranks."""
 
     def give_up(self, store: TCPStore) -> bool:
-        """Ask for another node in this place; return whether one has taken it within a limit."""
+        """Give up this node's place, because its ranks compute wrongly; return whether the job continues.
+
+        With spares, another node has to take the place within a limit.
+        """
         return False
 
     def end(self, store: TCPStore | None) -> None:
         """Stop; on node 0, whose store this is, first let the spares read how the job ended."""
+
+
+class ElasticPlace(Places):
+    """The place of a node in an elastic job, which it loses only if its ranks compute wrongly.
+
+    It then waits for the end of the job, whose exit code it returns: a platform would restart a node that
+    exits with another code, or end the job. A restarted agent on the same machine waits as well.
+    """
+
+    def __init__(self, node: NodeContext) -> None:
+        boot = BOOT_ID.read_text(encoding="ascii").strip() if BOOT_ID.exists() else ""
+        self._key = f"tandem/left-out/{node.placement.node_rank}/{boot}"
+        self._is_out = False
+
+    def check(self, store: TCPStore) -> None:
+        if self._is_out:
+            raise PlaceLostError
+
+    def give_up(self, store: TCPStore) -> bool:
+        self._is_out = True
+        # A lost store shows at the next poll, and `take` repeats this.
+        with contextlib.suppress(RuntimeError):
+            store.set(self._key, "1")
+        return True
+
+    def take(self, node: NodeContext, store: TCPStore, watchdog: Watchdog) -> NodeContext:
+        """Return the node, or wait until the job ends if this node was left out.
+
+        Raises JobEndedError, StopRequestedError, StoreLostError.
+        """
+        try:
+            self._is_out = self._is_out or bool(store.check([self._key]))
+            if not self._is_out:
+                return node
+            store.set(self._key, "1")  # a restarted node 0 has a new store
+        except RuntimeError as error:
+            raise StoreLostError from error
+        watchdog.resign()
+        node.workers.end_standby()
+        log.warning(
+            "node %d stays out of this job, because its ranks computed wrongly: test or replace this machine",
+            node.placement.node_rank,
+        )
+        while True:
+            try:
+                _raise_if_over(node, store, is_confirmed)
+            except JobEndedError as result:
+                if not node.stop:
+                    log.info("the job has ended with code %d; this node stayed out of it", result.code)
+                with contextlib.suppress(RuntimeError):
+                    store.add(LEFT_KEY, 1)
+                raise
+            node.view.waits_as_spare()
+            time.sleep(MEMBERSHIP_SECONDS)
 
 
 class OwnPlace(Places):
@@ -162,7 +225,7 @@ class OwnPlace(Places):
                     log.info("node %d takes the place of node %d", self._number, place)
                 return place
             now = running_clock.now()
-            _raise_if_over(node, store)
+            _raise_if_over(node, store, _has_ended)
             if not has_said and now - since > self._pause * SPARE_BEATS_MISSED:
                 has_said = True
                 watchdog.resign()
@@ -232,15 +295,19 @@ class OwnPlace(Places):
                 self._closing.wait(STORE_RETRY_SECONDS)
 
 
-def _raise_if_over(node: NodeContext, store: TCPStore) -> None:
+def _has_ended(store: TCPStore) -> bool:
+    return bool(store.check([END_KEY]))
+
+
+def _raise_if_over(node: NodeContext, store: TCPStore, is_final: Callable[[TCPStore], bool]) -> None:
     """Raise the error that ends a waiting node: the job has a result, or a stop was requested.
 
-    Raises JobEndedError, StopRequestedError, StoreLostError.
+    `is_final`: whether a success can no longer become a failure. Raises JobEndedError, StopRequestedError,
+    StoreLostError.
     """
     result = job_end_in(store)
     try:
-        # A success may still become a failure on another node, until node 0 has left.
-        if result is not None and (result.code != FINISHED or store.check([END_KEY])):
+        if result is not None and (result.code != FINISHED or is_final(store)):
             raise result
         if not node.stop:
             return
@@ -253,7 +320,7 @@ def _raise_if_over(node: NodeContext, store: TCPStore) -> None:
         raise result if result is not None else StoreLostError() from error
     # The scheduler stops either the whole job, whose result is soon there, or only this node.
     if running_clock.now() - (node.stop.at or 0.0) > node.config.shutdown_timeout:
-        reason = f"stopped by {node.stop.name} while it waited as a spare; the job continues"
+        reason = f"stopped by {node.stop.name} while it waited without a place; the job continues"
         log.info("%s", reason)
         raise JobEndedError(STOPPED, reason)
 
@@ -348,6 +415,8 @@ def places_of(node: NodeContext, on_place: Callable[[int], None]) -> Places:
 
     Without spares, it does neither. `on_place` is called with each place that this node gets.
     """
+    if node.placement.elastic is not None and node.placement.node_rank != 0:
+        return ElasticPlace(node)
     if node.placement.spares == 0:
         return Places()
     return AllPlaces(node) if node.placement.node_rank == 0 else OwnPlace(node, on_place)

@@ -1,7 +1,7 @@
 """Restart all ranks when one runs out of memory, or finds a node that computes wrongly.
 
 Without enough memory, they restart with a smaller micro-batch, or the error says what else to do. A node that
-computes wrongly is left out where a spare may take its place.
+computes wrongly is left out if the job can continue without it.
 """
 
 import contextlib
@@ -114,22 +114,41 @@ def check_products(session: RankSession) -> None:
 def leaving_out(session: RankSession) -> Iterator[None]:
     """Raise WrongNodeError instead of ReplayMismatchError if the node can be left out.
 
-    All that was saved after the last clean check is set aside first. No save may be under way after the
-    block. Node 0 decides who takes a place, so it is not left out itself.
+    Otherwise, the message also says why it cannot. All that was saved after the last clean check is set aside
+    first. No save may be under way after the block.
     """
     try:
         yield
     except ReplayMismatchError as error:
         clean = error.clean
         why = str(error)
-        has_spares = session.settings.launch.spares > 0 and session.connection.store is not None
-        if not has_spares or clean is None or len(error.nodes) != 1 or error.nodes[0] == 0:
-            raise
-        node = error.nodes[0]
+        # One rank decides for all, which would otherwise wait for each other in the collectives below.
+        why_not = session.world.broadcast_json(_why_not(session, error))
+        if why_not or clean is None:
+            raise ReplayMismatchError(f"{why}; {why_not}", error.nodes, clean) from error
+        (node,) = error.nodes
         for region in session.grant.memories_of(session.position.local_rank):
             forget_after(region, clean)
         session.world.on_first(lambda: _set_aside(session, node, clean, why))
         raise WrongNodeError(f"node {node} computes wrongly") from error
+
+
+def _why_not(session: RankSession, error: ReplayMismatchError) -> str:
+    """Return why the job cannot continue without the node that the error names, or ""."""
+    fewest = session.grant.fewest_nodes
+    if session.connection.store is None:
+        return "only `tandem launch` can leave a node out by itself"
+    if len(error.nodes) != 1:
+        return "the job leaves a node out by itself only if exactly one is certainly wrong"
+    if error.nodes[0] == 0:
+        return "the job cannot continue without node 0, which has the store"
+    if error.clean is None:
+        return "no check since the last start of the ranks was clean, so what to resume from is not known"
+    if session.settings.launch.spares == 0 and fewest is None:
+        return "with --spares or --elastic, the job would leave that node out and continue"
+    if fewest is not None and session.position.nodes <= fewest:
+        return f"without that node, fewer would be left than the {fewest} that --elastic requires"
+    return ""
 
 
 def _set_aside(session: RankSession, node: int, clean: int, why: str) -> None:

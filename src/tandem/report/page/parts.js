@@ -83,7 +83,7 @@ function sentence(event) {
     rank_killed: () => `${who} was killed (${rest.signal}); training again${cost}`,
     recovered: () => `Training again${cost}${isGiven(rest.cause) ? ` (${rest.cause})` : ""}`,
     node_replaced: () => `Node ${node} ${reason}; node ${rest.by} takes its place`,
-    node_left_out: () => `Node ${node} ${reason} and is left out while another node can take its place; node ${rest.by} does`,
+    node_left_out: () => `Node ${node} ${reason} and is left out${isGiven(rest.by) ? ` while another node can take its place; node ${rest.by} does` : ""}`,
     rank_failed: () => `A rank failed: ${reason}`,
     nonfinite: () => `${reason === "nonfinite_loss" ? "The loss is" : "Gradients are"} not finite${at} (--on-nonfinite ${rest.policy})`,
     replica_mismatch: () => `Ranks ${told(rest.ranks)} have different parameters from rank 0${at}`,
