@@ -1,5 +1,6 @@
 """A job whose rank computes wrongly under --replay-check: how it ends, and that its advice works."""
 
+import json
 import os
 import signal
 from typing import Any
@@ -28,9 +29,12 @@ BROKEN = (
 )
 FLAGS = ("--steps", 20, "--checkpoint-every", 5, "--replay-check", 5, "--threads", 1)
 
+ENDS_SLOWLY = pytest.mark.parametrize("ends_slowly", [False, pytest.param(True, marks=pytest.mark.slow)])
+"""Whether the other nodes wait for the next start before the wrong rank's process has ended."""
+
 
 def plant(runs: Runs, rank: int) -> None:
-    """Write the task whose `rank` computes wrongly from its 14th step on, as long as there is a file `broken`."""
+    """Write the task, whose `rank` computes wrongly from its 14th step on while there is a file `broken`."""
     row = int(GlobalOrder(2500, 24, seed=0).batch(13)[1][rank])
     (runs.folder / "small.py").write_text(BROKEN.replace("{row}", str(row)).replace("FAULTY", str(rank)))
 
@@ -64,8 +68,13 @@ def test_a_rank_that_computes_wrongly_ends_the_job_which_resumes_where_the_line_
     assert summary["weights_sha256"] == undisturbed
 
 
-def test_a_spare_takes_the_place_of_a_node_that_computes_wrongly(runs: Runs, undisturbed: str) -> None:
+@ENDS_SLOWLY
+def test_a_spare_takes_the_place_of_a_node_that_computes_wrongly(
+    runs: Runs, undisturbed: str, ends_slowly: bool
+) -> None:
     """And what was saved after the last clean check does not count, in memory or on disk."""
+    if ends_slowly:
+        (runs.folder / "ends slowly").touch()
     code, output = runs.processes.wait(
         runs.start("launch", "run", "--nodes", 3, "--spares", 1, *FLAGS), limit=180
     )
@@ -93,11 +102,10 @@ def nodes_of_starts(runs: Runs, run: str) -> list[int]:
     return [event["nodes"] for event in runs.events(run, "world")]
 
 
-@pytest.mark.parametrize("ends_slowly", [False, pytest.param(True, marks=pytest.mark.slow)])
+@ENDS_SLOWLY
 def test_an_elastic_job_leaves_the_node_out_and_goes_back_before_the_last_clean_check(
     runs: Runs, ends_slowly: bool
 ) -> None:
-    """Also if the other nodes wait for the next start before the wrong rank's process has ended."""
     plant(runs, 1)
     (runs.folder / "broken").touch()
     if ends_slowly:
@@ -119,25 +127,35 @@ def test_an_elastic_job_leaves_the_node_out_and_goes_back_before_the_last_clean_
 
 
 def test_a_node_that_computes_wrongly_does_not_come_back(runs: Runs, free_port: int) -> None:
-    """Its platform starts it again on the same machine."""
+    """Its platform starts it again on the same machine. It ends with the job."""
     plant(runs, 1)
     (runs.folder / "broken").touch()
     master = ("--nodes", 3, "--elastic", "2:3", "--master", f"127.0.0.101:{free_port}")
 
-    def start(node: int) -> Any:
-        flags = ("--node-rank", node, *master, *FLAGS, "--steps", 300)
-        return runs.start("launch", "run", *flags, delay=0.05)
+    def start(node: int, attempt: int = 1) -> Any:
+        flags = ("--node-rank", node, *master, *FLAGS, "--steps", 20_000)
+        environment = {**runs.environment, "TANDEM_STATE_DIR": str(runs.folder / f"{node}.{attempt}")}
+        command = runs.command("launch", "run", *flags, delay=0.02)
+        return runs.processes.start(command, cwd=runs.folder, env=environment)
+
+    def is_out(attempt: int) -> bool:
+        path = runs.folder / f"1.{attempt}/health.json"
+        return path.exists() and json.loads(path.read_text())["state"] == "spare"
 
     nodes = [start(node) for node in range(3)]
-    runs.until(lambda: nodes_of_starts(runs, "run") == [3, 2], "start without node 1")
+    runs.until(lambda: nodes_of_starts(runs, "run") == [3, 2] and is_out(1), "start without node 1")
     os.killpg(nodes[1].pid, signal.SIGKILL)
     nodes[1].wait()
-    nodes[1] = start(1)
-    ends = [runs.processes.wait(node, limit=180) for node in nodes]
-    assert [code for code, _ in ends] == [0, 0, 0], ends
+    nodes[1] = start(1, attempt=2)
+    runs.until(lambda: is_out(2), "node 1 that stays out")
+    saved = len(runs.events("run", "checkpoint"))
+    runs.until(lambda: len(runs.events("run", "checkpoint")) > saved + 1, "saves without it")
+    for node in nodes:
+        node.send_signal(signal.SIGTERM)
+    ends = [runs.processes.wait(node, limit=120) for node in nodes]
+    assert [code for code, _ in ends] == [143, 143, 143], ends
     assert "node 1 stays out of this job" in ends[1][1]
     assert nodes_of_starts(runs, "run") == [3, 2]
-    assert runs.summary("run")["global_step"] == 300
 
 
 def test_a_job_ends_if_its_first_node_computes_wrongly(runs: Runs) -> None:

@@ -206,7 +206,8 @@ class ReliabilityConfig:
     replica_check_every: CadenceText = setting("1epoch", "how often to compare the ranks' weights")
     replay_check: Auto | CadenceText = setting(
         "never",
-        "how often another rank repeats a micro-batch before its step counts; auto: at most 1% of time",
+        "how often another rank repeats a micro-batch, to find a node that computes wrongly; "
+        "auto: at most 1% of time",
     )
 
     @property
