@@ -35,3 +35,15 @@ def test_a_spare_takes_the_place_of_its_node(runs: Runs, broken: Path) -> None:
     (left_out,) = runs.events("run", "node_left_out")
     assert (left_out["node"], left_out["by"], left_out["reason"]) == (1, 3, "computes wrongly")
     assert runs.summary("run")["weights_sha256"] == undisturbed
+
+
+def test_an_elastic_job_continues_without_its_node(runs: Runs, broken: Path) -> None:
+    flags = (*FLAGS, "--threads", 1)
+    undisturbed = runs.undisturbed(*flags, ranks=2)
+    elastic = ("--nodes", 3, "--elastic", "2:3", *WRONG, *flags)
+    code, output = runs.processes.wait(runs.start("launch", "run", *elastic), limit=180)
+    assert code == 0 and NAMED in output, output
+    (left_out,) = runs.events("run", "node_left_out")
+    assert (left_out["node"], left_out["reason"]) == (1, "computes wrongly")
+    assert [event["nodes"] for event in runs.events("run", "world")] == [3, 2]
+    assert runs.summary("run")["weights_sha256"] == undisturbed

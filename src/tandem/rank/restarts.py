@@ -127,7 +127,7 @@ def leaving_out(session: RankSession) -> Iterator[None]:
         if why_not or clean is None:
             raise ReplayMismatchError(f"{why}; {why_not}", error.nodes, clean) from error
         (node,) = error.nodes
-        # That check was in this generation, so only its ranks, which all come here, have snapshots after it.
+        # Only ranks of this generation have snapshots after that check, and all of them come here.
         for region in session.grant.memories_of(session.position.local_rank):
             forget_after(region, clean)
         session.world.on_first(lambda: _set_aside(session, node, clean, why))
