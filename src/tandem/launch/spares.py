@@ -68,7 +68,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class PlaceLostError(Exception):
-    """This node has no place any more; in a job with spares, it becomes one."""
+    """This node has no place any more; in a job with spares, it becomes a spare."""
 
 
 class Places:
