@@ -30,10 +30,10 @@ from tandem.torch_private import leave_rendezvous, stop_keep_alive
 
 
 class LastCall(RendezvousTimeout):
-    """How long MIN nodes wait for more: `settle_seconds` at the start, LAST_CALL_SECONDS later.
+    """Limit for which MIN nodes wait for more: `settle_seconds` at the start, LAST_CALL_SECONDS later.
 
-    The first generation of a store belongs to a job that starts, or whose node 0 was restarted: the other
-    nodes are a few seconds away. Later, missing nodes are lost.
+    In a store's first generation, the job has just started or its node 0 was restarted: the other nodes
+    arrive within seconds. Later, missing nodes are lost.
     """
 
     def __init__(self, join_seconds: float, settle_seconds: float = FIRST_CALL_SECONDS) -> None:
@@ -68,7 +68,7 @@ class Departures:
         """Announce that this node was asked to stop in this generation.
 
         Without --elastic nothing is written. Node 0 may be frozen, and its store would delay a node that only
-        has to exit.
+        needs to exit.
         """
         if self._placement.elastic is None:
             return
@@ -99,7 +99,7 @@ class Departures:
             leave_rendezvous(handler)
 
 
-# Judge which nodes are alive by this node's own clock.
+# Judge by this node's own clock which nodes are alive.
 #
 # torch's rendezvous writes each node's wall clock into the shared state and compares it with the reader's
 # clock. A node whose clock is six seconds behind would be dead to all others at once, and they would train
