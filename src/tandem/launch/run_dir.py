@@ -132,7 +132,7 @@ def scratch() -> Iterator[Path]:
 
 
 def _parents(name: str) -> list[Path]:
-    """Return where such a directory may be: the temporary directory, or others if its path is too long."""
+    """Return where to put it: the temporary directory, or other directories if that path is too long."""
     try:
         wanted = [tempfile.gettempdir(), *ELSEWHERE]
     except OSError:  # no candidate is writable

@@ -239,7 +239,7 @@ class StandaloneRank:
 
 
 def position_of(placement: Placement) -> Position:
-    """Return the rank's position. How many ranks share its host is known only if a platform started them."""
+    """Return the rank's position; the number of ranks on its host is known only from a platform."""
     return Position(
         rank=placement.rank or 0,
         local_rank=placement.local_rank or 0,

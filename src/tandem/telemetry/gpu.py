@@ -65,7 +65,7 @@ class Gpus:
             try:
                 self._sample_one(gpu, handle, samples)
             except Exception as error:
-                # A failed GPU is sampled again every few seconds, and would fill the log.
+                # A failed GPU is sampled every few seconds, so a warning each time would fill the log.
                 if not self._has_warned:
                     self._has_warned = True
                     logger.warning("cannot query GPU %d: %s", gpu, error)
