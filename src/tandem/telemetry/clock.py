@@ -50,7 +50,7 @@ class Clock:
         self.step = self.first_step = 0
         self.on_activity: Callable[[], object] = lambda: None
         self.computes_alone = False
-        """True if only the wait after backward has collectives: no forward, backward or optimizer does."""
+        """True if only the wait after backward has collectives, and no forward, backward or optimizer."""
         self._knows_wait = False
         self._compilations: list[str] = []  # the phases in which unfinished compilations began
         self._durations: deque[float] = deque(maxlen=RECENT_STEPS)

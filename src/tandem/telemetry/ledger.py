@@ -193,7 +193,7 @@ def cause_in(text: str) -> str | None:
 
 
 def _first_steps_after(periods: Sequence[Period]) -> list[int | None]:
-    """Return for each period the earliest step from which a later one trained; None without a later one."""
+    """Return, for each period, the earliest step from which a later one trained; None without one."""
     found: list[int | None] = []
     earliest: int | None = None
     for period in reversed(periods):
