@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: a pure function of their steps and scores. `store.prune` deletes the rest.
+"""Decide which checkpoints are kept, as a pure function of steps and scores. `store.prune` deletes the rest.
 
 The result is the same whether it is applied after every save or once at the end, so a restart in between
 makes no difference.

@@ -67,7 +67,7 @@ class _Rooms:
         return found
 
     def cut(self, length: int) -> list[tuple[int, int]]:
-        """Divide a length that fits nowhere: it fills the largest rooms, until its rest fits; (row, part)."""
+        """Divide a length that fits nowhere over the largest rooms, until its rest fits; (row, part)."""
         parts = []
         while (row := self.place([length])[0]) < 0:
             room, fullest = divmod(self._free.pop(), self._rows)

@@ -284,7 +284,7 @@ def _input_text(value: Any) -> str:
 
 
 def _compared(model: nn.Module, path: Path, calls: list[ExampleCall]) -> str:
-    """Return how far ONNX is from PyTorch, as text. Raises ConfigError if it is too far."""
+    """Return the largest difference of the outputs, as text. Raises ConfigError if it is too large."""
     try:
         import onnxruntime
     except ImportError:

@@ -297,7 +297,7 @@ class Schedule:
         }
 
     def without_effect(self, chosen: Collection[str]) -> str:
-        """Return one line about explicit settings that have no effect because of the task's own parts.
+        """Return one line about explicit settings that the task's own optimizer or scheduler overrides.
 
         `chosen`: the names of the settings that were set explicitly, even if to their defaults.
         """

@@ -225,7 +225,7 @@ class _Loaded(NamedTuple):
 
 
 def _shards_from_memory(world: ProcessGroup, grant: Grant, where: ShardMap, step: int) -> _Loaded:
-    """Return this rank's part of the snapshot of `step`, after all ranks have received what they lack."""
+    """Return this rank's part of the snapshot of `step`, once all ranks have received missing parts."""
     state = where.state_at(step)
     held = where.held(world.rank, state)
     own_slot = deliver(world, grant, where, state, held.own)

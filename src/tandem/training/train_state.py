@@ -1,4 +1,4 @@
-"""Build the task, data, model and optimizer, and define the checkpoint: all that the next step depends on."""
+"""Build the task, data, model and optimizer, and define the checkpoint: all that the next step needs."""
 
 import logging
 from collections.abc import Collection, Mapping, Set
