@@ -252,7 +252,7 @@ class ProcessGroup:
         return result
 
     def broadcast_buffers(self, model: nn.Module) -> None:
-        """Broadcast rank 0's buffers (running statistics) to all ranks, also those made by a forward pass."""
+        """Broadcast rank 0's buffers (running statistics) to all ranks, even those made by a forward pass."""
         buffers = dict(model.named_buffers())
         # Only layers other than BatchNorm create or reshape buffers in a forward pass, so only they need the
         # exchange of forms.

@@ -58,7 +58,7 @@ torch 2.11 to 2.15 (TCPStore, socket.cpp).
 LOCAL = ("localhost", "::1", "127.0.0.1")
 DEPTH = 3
 MOST_ITEMS = 100
-"""Limit for the items in which a store is searched below a name in the failing line."""
+"""A store may be DEPTH levels below a name in the failing line: `self.stores["a"]` has depth two."""
 
 
 def is_peer_loss(error: BaseException, world_size: int) -> bool:

@@ -323,7 +323,7 @@ class RankSession:
         self.recorder.close()
 
     def close(self) -> None:
-        """Leave the process group after success; after a failure, that could wait for ranks that are gone."""
+        """Leave the process group after success; after a failure, it could wait for ranks that are gone."""
         self._sender.close()
         self.world.close()
 
