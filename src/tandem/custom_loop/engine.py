@@ -109,7 +109,7 @@ class Engine:
         planned = settings.run.steps or settings.run.epochs * data.order.steps_per_epoch
         loop_state = self._loop_state(state, data, planned)
         stop = StopFlag().install()
-        # From now on, each step reads the flag, so a stop signal leads to a save.
+        # Each step now reads the flag, so a stop signal leads to a save.
         stop.is_polled = True
         self._watch_stop_flag(stop)
         self._batches = Batches(

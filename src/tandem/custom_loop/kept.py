@@ -188,7 +188,7 @@ class KeptState:
         return {"groups": groups, PER_RANK: [deserialize(part)[PER_RANK] for part in parts]}
 
     def _comparable(self) -> dict[str, Any]:
-        """Return what should be equal on all ranks and is not covered by the replica checks, by name."""
+        """Return, by name, the values that should be equal on all ranks and that no replica check covers."""
         values = {
             **self._of(NUMBER),
             **{name: self._tensor(name, value) for name, value in self._of(TENSOR).items()},

@@ -225,7 +225,7 @@ def network(values: Numbers, keys: Numbers, bits: int, rounds: Sequence[int]) ->
 
 
 AHEAD = 64
-"""Announce blocks from this many steps before they are needed to twice as many."""
+"""Steps from the announcement of a block to its use: at least this many, at most twice as many."""
 
 
 class ReadAhead:

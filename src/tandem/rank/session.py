@@ -114,7 +114,7 @@ class RankSession:
         clock = self.clock
         self._sender = Sender(self.grant.sample_socket)
         self.send = self._sender.send
-        if self.connection.store is not None:  # without an agent, the process that hosts the page counts them
+        if self.connection.store is not None:  # without an agent, the server in this process counts them
             count_log_messages(self.send)
         for handler in logging.getLogger("tandem").handlers:
             handler.addFilter(clock.stamp)

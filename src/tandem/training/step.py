@@ -200,7 +200,7 @@ class TrainStep:
         return changed
 
     def repeat_on_others(self, compute: ComputeConfig, recorder: Recorder) -> ReplayCheck:
-        """From now on, check each step before which the result's `check_next_step` was called.
+        """Check each later step before which the result's `check_next_step` was called.
 
         Raises ConfigError if the check cannot be right.
         """
