@@ -97,7 +97,7 @@ _Looked = tuple[bool, tuple[str, ...], int | None]
 class ResumeDecision:
     """Where the run begins: "fresh" at step 0, "resume" at `step`, or "complete" at `step`.
 
-    "complete" means that there is nothing left to train.
+    "complete" means that no steps are left to train.
 
     Rank 0 reads the state once and hashes it while reading. It tries the run's own checkpoints from the
     newest to the oldest, then `elsewhere` in its order. With `needed`, it is an error if none of them is

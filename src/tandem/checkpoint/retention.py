@@ -51,7 +51,7 @@ class Best:
 
 @dataclass(frozen=True)
 class Retention:
-    """What to keep: the `newest` checkpoints (at least 1), the best by a score, one per `every` steps."""
+    """The rule: keep the `newest` checkpoints (at least 1), the best by a score, one per `every` steps."""
 
     newest: int = 3
     best: Best | None = None

@@ -292,7 +292,7 @@ def settings_of(slice_name: str, model: type) -> list[Setting]:
 
 @lru_cache
 def _adapter(annotation: Any) -> "TypeAdapter[Any]":
-    # Imported here, because pydantic alone takes longer to import than a help page should take.
+    # Import it here, because importing pydantic takes longer than a help page should take.
     from pydantic import ConfigDict, TypeAdapter
 
     # An infinite number passes `> 0`, and JSON cannot store it.

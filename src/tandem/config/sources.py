@@ -127,7 +127,7 @@ def dotenv_variables(path: Path | None) -> Mapping[str, str | None]:
     try:
         if path is None or not path.is_file():
             return {}
-        # Imported here, because most directories have no .env.
+        # Import it here, because most directories have no .env.
         from dotenv import dotenv_values
 
         return dotenv_values(path, interpolate=False)  # interpolation would read os.environ

@@ -61,7 +61,7 @@ main(arguments)
 """
 
 Order = Literal["next", "more", "need"]
-"""What a line requests: replace the list of blocks to read next, add to it, or fetch blocks that a reader
+"""The request in a line: replace the list of blocks to read next, add to it, or fetch blocks that a reader
 waits for."""
 
 

@@ -94,7 +94,7 @@ HOST_GENERATORS = (TORCH, PYTHON, NUMPY)
 class KeptGenerators:
     """Restores the CPU's global generators at the end of a block. Must not be nested.
 
-    The only loss is the second half of a pair of NumPy's normal numbers of which one was drawn.
+    The only loss: if one of a pair of NumPy's normal numbers was drawn, the second is lost.
     """
 
     def __enter__(self) -> Self:

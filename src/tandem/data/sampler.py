@@ -242,7 +242,7 @@ class TrainBatches:
     def micro_sizes(self, step: int) -> list[int]:
         """Return the number of samples in each of this rank's micro-batches of a step."""
         size, rest = divmod(self.share_size, self._micro_steps)
-        # The same split as tensor_split: the first parts get the extra samples.
+        # Split like tensor_split: the first parts get the extra samples.
         return [size + (i < rest) for i in range(self._micro_steps)]
 
     def micro_batches(self) -> Iterator[tuple[int, Tensor]]:

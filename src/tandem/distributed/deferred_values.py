@@ -70,7 +70,7 @@ class _Memory:
 
 
 class _Operation(NamedTuple):
-    """An operation with its arguments, and what it creates and writes to."""
+    """An operation with its arguments, the memories that it creates, and those that it writes to."""
 
     call: Callable[..., Any]
     args: Any

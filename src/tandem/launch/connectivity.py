@@ -195,7 +195,7 @@ def _free(placement: Placement, address: str) -> ConnectivityProblem:
     """Check whether node 0 could listen where the others look for it."""
     port = placement.master_port
     with socket.socket(family_of(address)) as probe:
-        # As the store does: connections of an earlier job in TIME_WAIT do not count.
+        # The store does the same: connections of an earlier job in TIME_WAIT do not count.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address if placement.is_one_host else "", port))

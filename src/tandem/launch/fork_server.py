@@ -139,7 +139,8 @@ def _serve(listener: int, alive: int, imports: int, preload: Sequence[str], secr
     """Become the fork server in the new process. Never returns into the caller's stack."""
     code = 1
     try:
-        # First, so that this process ends with the caller even if it is stopped before its first import.
+        # Do this first, so that this process ends with the caller even if it is stopped before its first
+        # import.
         end_with_parent(signal.SIGKILL)
         name_process(NAME)
         from tandem.launch.fork_server_signals import ignore_signals

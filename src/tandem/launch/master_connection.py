@@ -64,7 +64,7 @@ def cut_connections(port: int) -> None:
             descriptor = int(name)
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
-            # A copy: `with` closes what it wraps, but torch's client owns the original.
+            # Use a copy: `with` closes its socket, but torch's client owns the original.
             with socket.socket(fileno=os.dup(descriptor)) as copy:
                 if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getpeername()[1] == port:
                     copy.shutdown(socket.SHUT_RDWR)

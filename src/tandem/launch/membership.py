@@ -118,7 +118,7 @@ class ClockTranslator:
 
     def __init__(self, last_call: LastCall) -> None:
         self._last_call = last_call
-        self._seen: dict[Any, tuple[datetime, float]] = {}  # what was written, and when it was first read
+        self._seen: dict[Any, tuple[datetime, float]] = {}  # the time as written, and when it was first read
         self._given: dict[Any, datetime] = {}  # what this node's rendezvous received instead
 
     def received(self, state: Any) -> Any:
@@ -177,6 +177,6 @@ class Membership:
         while not self._closing.wait(MEMBERSHIP_SECONDS):
             try:
                 self._found = self._ask()
-            except Exception as error:  # re-raised in the agent's thread, which decides what it means
+            except Exception as error:  # re-raised in the agent's thread, which handles it
                 self._error = error
                 return

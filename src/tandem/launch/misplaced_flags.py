@@ -1,8 +1,8 @@
 """Explain flags that were typed on the wrong side of a script.
 
-What follows a script belongs to it, as under torchrun. A script may have a flag of the same name, so nothing
-is moved. A script that rejects a flag of tandem gets a hint. Flags before a plain script get a warning if
-they only concern tasks and custom loops.
+Words after a script belong to it, as under torchrun. A script may have a flag of the same name, so nothing is
+moved. A script that rejects a flag of tandem gets a hint. Flags before a plain script get a warning if they
+only concern tasks and custom loops.
 """
 
 import re

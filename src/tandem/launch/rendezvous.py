@@ -72,7 +72,7 @@ def raise_if_job_ended(store: TCPStore) -> None:
 
 
 def job_end_in(store: TCPStore) -> JobEndedError | None:
-    """Return the job result, or None while there is none. Raises StoreLostError.
+    """Return the job result, or None if there is none yet. Raises StoreLostError.
 
     Any client of the store can write there, so a value that is not an exit code counts as a permanent
     failure.
@@ -106,7 +106,8 @@ def publish_job_result(store: TCPStore, code: int, reason: str) -> None:
     before = store.compare_set(JOB_RESULT_KEY, "", value)
     # A node whose ranks succeeded may have published that before another node failed.
     if code != FINISHED and before.partition(b" ")[0] == str(FINISHED).encode():
-        # Not set(): a third node's failure may have replaced the success meanwhile, and the first counts.
+        # Do not use set(): a third node's failure may have replaced the success meanwhile, and the first
+        # counts.
         store.compare_set(JOB_RESULT_KEY, before.decode(errors="replace"), value)
 
 

@@ -258,7 +258,7 @@ def _node(words: Any) -> Any:
 
 
 def _checked(kind: type, value: Any) -> Any:
-    # Not isinstance(): bool is a subclass of int.
+    # Compare types, because isinstance() would accept bool, a subclass of int.
     if type(value) is not kind:
         raise ValueError(f"{type(value).__name__} instead of {kind.__name__}")
     return value

@@ -243,7 +243,7 @@ def _run_node(
         del os.environ[name]
     os.environ.update(variables)
     sys.argv = [sys.argv[0], "launch", *words]
-    # As `python -m tandem` would: the command line is in a higher layer.
+    # Do what `python -m tandem` would do: the command line is in a higher layer.
     importlib.import_module("tandem.cli").main()
 
 

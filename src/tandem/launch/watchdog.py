@@ -6,7 +6,7 @@ thread:
 
     exchange    talks to the store: publishes this node's heartbeats, metrics and alarm
                 (node 0: reads those of the other nodes)
-    judge       looks at what is known and never waits; on a node that cannot reach the store, it shuts
+    judge       checks the known heartbeats and never waits; on a node that cannot reach the store, it shuts
                 down the connections to it, which wakes the agent from any blocked read
 
 A step needs all ranks. So if the ranks that still send heartbeats finish steps, the ranks of a silent agent
@@ -350,7 +350,7 @@ class Watchdog:
                 self._alarm = judge(beats, self._past)
             limit = max((beat.hang for beat in beats), default=SHORTEST_HANG_SECONDS)
             since = self._last_exchange
-            # Not while ranks here finish steps, which need the ranks of node 0 as well.
+            # Silence does not count while ranks here finish steps, which also need the ranks of node 0.
             silence = now - max(since or now, self._advanced_at) if self._node != 0 else 0.0
             # Start the probe early, so that its answer arrives in time.
             is_frozen = silence > limit / 2 and self.is_master_frozen()

@@ -58,7 +58,7 @@ LOADER = "pt_data_worker"
 
 
 def signal_session(leader: int, number: int) -> list[int]:
-    """Send a stop signal to a rank and what it has started; return the processes that have a handler for it.
+    """Send a stop signal to a rank and its descendants; return the processes that have a handler for it.
 
     Every process of the rank's session gets it, except DataLoader processes and helpers without a handler
     below a process with one: they must serve until that process has stopped. A process without a handler for
@@ -350,14 +350,14 @@ class Workers:
 
         There is nothing left to save, because the ranks have lost their peers.
         """
-        # Before the SIGKILLs below, which would hide how the ranks ended.
+        # Read the codes before the SIGKILLs below, which would hide how the ranks ended.
         ended = [rank.code for rank in self._ranks.values()]
         # First kill by process: a rank that has just been forked does not lead its process group yet.
         for pid in self.pids().values():
             send(signal.SIGKILL, [pid])
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
-        # Only after a success: processes that a failed rank has started are killed with it.
+        # Do this only after a success: processes that a failed rank has started are killed with it.
         if ended and all(code in (FINISHED, STOPPED) for code in ended):
             self._end_helpers()
         self._kill_remaining(KILLED_SECONDS)

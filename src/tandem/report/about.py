@@ -163,7 +163,7 @@ def _versions() -> dict[str, str]:
 
 def _hardware(gpus: Sequence[str]) -> list[str]:
     """Return node 0's hardware in words: processor and usable cores, memory, GPUs, system."""
-    # Not os.cpu_count(), because Slurm and taskset restrict a job to some of the cores.
+    # Do not use os.cpu_count(), because Slurm and taskset restrict a job to some of the cores.
     cores = len(os.sched_getaffinity(0))
     gigabytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     counted = [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)]

@@ -49,7 +49,7 @@ def new_lines(path: Path, mark: Mark | None, to_the_end: bool = False) -> tuple[
             return [], mark  # nothing new, as in most of many files
     with ExitStack() as stack:
         files: list[tuple[int, BinaryIO]] = []
-        # Open them in this order, because a rotation in between would hide one of them.
+        # Open them in this order: with the other, a rotation in between would hide one of them.
         for each in (path, older(path)):
             with suppress(FileNotFoundError):
                 file = stack.enter_context(opened(each.parent, each.name))

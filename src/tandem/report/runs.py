@@ -115,7 +115,7 @@ def as_json(rows: Sequence[RunRow], folder: Path) -> dict[str, object]:
 
 
 def _is_run(folder: Path) -> bool:
-    """Return True if a folder has the file that precedes a run's first rank; a link is another run."""
+    """Return True for a folder with config.json, which precedes a run's first rank; False for a link."""
     return os.path.lexists(folder / layout.CONFIG) and not folder.is_symlink()
 
 

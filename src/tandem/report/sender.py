@@ -145,7 +145,7 @@ class HttpSender:
         with self._changed:
             while (left := deadline - time.monotonic()) > 0 and not self._is_closed:
                 self._changed.wait(left)
-            # In a full queue, another attempt would cost a newer document its place.
+            # With a full queue, another attempt would keep out a newer document.
             return self._is_closed or len(self._waiting) == self._waiting.maxlen
 
     def _try(self, make: Make) -> tuple[str, bool]:

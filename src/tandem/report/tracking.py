@@ -60,7 +60,7 @@ class MetricRow(NamedTuple):
 
 
 class RunStart(NamedTuple):
-    """What a tracker needs to open a run.
+    """The facts that a tracker needs to open a run.
 
     `ours` identifies the run before the tracker has an ID for it; `known` is the tracker's ID, once it is
     known. `folder` is the directory for local files.
@@ -281,7 +281,7 @@ class JournalReader:
 
 
 class Upload(Protocol):
-    """Sends a run to a server. `send` may raise anything; what it has not sent is kept."""
+    """Sends a run to a server. `send` may raise any error; unsent rows are kept."""
 
     def send(self, ended: str | None = None) -> int: ...
 
@@ -382,7 +382,7 @@ def follow(sending: Upload, name: str, until: Callable[[float], str | None]) -> 
     pause = 0.0
     ended: str | None = None
     while True:
-        # Read before `send`, which then includes all rows of a launch that has ended.
+        # Read it before `send`, which then includes all rows of a launch that has ended.
         ended = until(pause) or ended
         try:
             rows = sending.send(ended)

@@ -119,7 +119,7 @@ class RunDir:
     The constructor touches no file. `folder` is the local directory: the run directory itself, or for an
     address this user's directory in the temporary directory, whose files are copied to the address. `token`
     is the fencing token of this process's launch, which is checked before each checkpoint is published;
-    without one, there is no check.
+    without one, nothing is checked.
     """
 
     def __init__(self, where: str | PurePath, token: Token | None = None, folder: Path | None = None) -> None:

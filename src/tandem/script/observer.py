@@ -41,7 +41,7 @@ from tandem.timeouts import PROGRESS_SECONDS
 RECENT_STEPS = 50
 FEWEST_STEPS = 10
 MAX_HOOKS = 5
-RECENT_PLACES = 200  # heartbeats, of which there are four a second
+RECENT_PLACES = 200  # heartbeats, at four per second
 
 
 class StepHistory:
@@ -296,7 +296,7 @@ class ScriptMonitor:
 
 
 def imports_file(grant: Grant) -> Path:
-    """Return the path where a node's ranks record what they have imported."""
+    """Return the path where a node's ranks record their imports."""
     return grant.folder / "imports.json"
 
 

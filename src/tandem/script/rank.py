@@ -167,7 +167,7 @@ def _show(error: BaseException, rank: int, record: Any) -> None:
 
 
 def lost_its_peers(error: BaseException, world_size: int) -> bool:
-    """Return whether `error` means that another rank is gone. Without torch there are no peers."""
+    """Return whether `error` means that another rank is gone. A process without torch has no peers."""
     if "torch" not in sys.modules:
         return False
     from tandem.distributed.peers import is_peer_loss

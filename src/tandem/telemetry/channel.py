@@ -63,7 +63,7 @@ class Receiver:
 
     def _run(self) -> None:
         while True:
-            # Read before `recv`: only a timeout that began after `close` proves that the queue is empty.
+            # Read this before `recv`: only a timeout that began after `close` proves that the queue is empty.
             closing = self._closing.is_set()
             try:
                 # One byte more than allowed, because recv cuts a longer datagram silently.

@@ -65,7 +65,7 @@ class Beat(Heartbeat):
     halted: bool = False
 
     def later(self, seconds: float, idle: float, halted: bool) -> "Beat":
-        """Return the heartbeat as of `seconds` later, of which the last `idle` seconds showed no work."""
+        """Return the heartbeat as of `seconds` later; the last `idle` of these seconds showed no work."""
         return replace(
             self,
             quiet=self.quiet + seconds,

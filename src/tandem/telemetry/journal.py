@@ -157,7 +157,7 @@ def write_bytes_atomic(path: Path, content: bytes, is_durable: bool = True) -> N
         # A failed write, for example on a full disk, must not leave a part there.
         temporary.unlink(missing_ok=True)
         raise
-    # After a power loss, the rename is there only if the directory has been synced, too (fsync(2)).
+    # A rename survives a power loss only if the directory has also been synced (fsync(2)).
     if is_durable:
         _sync_directory(path.parent)
 

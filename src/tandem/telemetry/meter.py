@@ -105,7 +105,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Consensus:
-    """What all ranks know after a step.
+    """The values that all ranks know after a step.
 
     `loss` is NaN if it is not finite on some rank. `is_skipped`: the step changed nothing, because that loss
     or the reduced gradients are not finite. `sums`: the task's {name: (sum, count)}, over all ranks.

@@ -84,7 +84,7 @@ def time_samples(steps: Sequence[StepTimes], sync_bytes: int) -> list[Sample]:
     by_step = [each.phases() for each in steps]
     phases = {name: sum(each[name] for each in by_step) for name in PHASES}
     return [
-        # In nanoseconds, because more digits would only lengthen the message.
+        # Round to nanoseconds, because more digits would only lengthen the message.
         metrics.STEP_DURATION_SECONDS.observe(*(round(each.total, 9) for each in steps)),
         *(metrics.STEP_PHASE_SECONDS.inc(seconds, phase=name) for name, seconds in phases.items()),
         metrics.GRADIENT_SYNC_SECONDS.inc(waited, overlap="exposed"),

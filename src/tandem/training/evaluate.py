@@ -56,7 +56,7 @@ class _Given(dict[str, Any]):
 
 
 class Outputs:
-    """What `evaluate_batch` returns next to its sums, on the host: {name: one row per sample}.
+    """The outputs that `evaluate_batch` returns with its sums, on the host: {name: one row per sample}.
 
     `strided`: rank r has samples r, r + ranks, ... of the set. Otherwise its rows follow those of rank r - 1.
     """

@@ -92,7 +92,7 @@ class EventSchedule:
 
 
 class StepReader(Protocol):
-    """What the loop needs from the object that takes steps: `TrainStep`, or a custom loop's."""
+    """The interface of the object that takes steps: `TrainStep`, or a custom loop's."""
 
     def read(self) -> Readings: ...
     def drain(self) -> Consensus | None: ...
@@ -190,7 +190,7 @@ def after_step(t: LoopState, consensus: Consensus | None, rate: float, is_first:
         t.recorder.log_interval(t.step, t.train_step.read(), t.world.gather_rows)
     if {"eval", "save"} <= due:
         with t.clock.phase("checkpoint"):
-            t.saver.begin(t.step)  # an evaluation that fails must not cost what was trained
+            t.saver.begin(t.step)  # a failed evaluation must not cost the training since the last save
     if "eval" in due and evaluate(t):
         due = {"save"}  # no snapshot: a restart would train on from it after the end
     if "snapshot" in due:  # after the step's lines in the journal, because a resume drops only later lines

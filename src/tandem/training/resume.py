@@ -342,7 +342,7 @@ SHARED_INFO = ("eval", "ended_of", "owes_evaluation", "data")
 
 
 class _Found(NamedTuple):
-    """What to resume from: the state of a checkpoint, or the rank that has the snapshot."""
+    """The state to resume from: that of a checkpoint, or the rank that has the snapshot."""
 
     step: int
     state: dict[str, Any] | None = None

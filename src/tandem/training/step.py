@@ -51,7 +51,7 @@ SMALLEST_WEIGHT = 1e-12
 
 @dataclass(frozen=True)
 class Proposal:
-    """What this rank contributes to a step: a stop request, and decisions as bits (see `loop.py`)."""
+    """This rank's contribution to a step: a stop request, and decisions as bits (see `loop.py`)."""
 
     stop: bool = False
     decisions: int = 0

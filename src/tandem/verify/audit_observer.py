@@ -66,7 +66,7 @@ def _parameters(optimizer: Any) -> list[Any]:
 
 
 class Observer:
-    """The hooks, and what they have recorded since the last step."""
+    """The hooks, and their records since the last step."""
 
     def __init__(self, torch: Any, folder: str) -> None:
         self._torch = torch
@@ -207,7 +207,7 @@ class Observer:
         params = _parameters(optimizer)
         grads = [digest([self._bytes(each.grad)]) for each in params if each.grad is not None]
         return {
-            # Sorted, because a restart may list the parameters in another order.
+            # Sort them, because a restart may list the parameters in another order.
             "grads": digest(each.encode() for each in sorted(grads)),
             "inputs": self._inputs,
             "rows": self._rows,

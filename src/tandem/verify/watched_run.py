@@ -141,7 +141,7 @@ class WatchedRun:
             raise run_failed(process.returncode, self._output.read_text(errors="replace").splitlines())
 
     def _logged_step(self) -> int:
-        """Return the step of the last complete line of metrics.jsonl; 0 if there is none."""
+        """Return the step of the last complete line of metrics.jsonl; 0 without one."""
         try:
             # The file does not exist before the first step, and its last line may be half written.
             whole = (self._run_dir / layout.METRICS).read_bytes().rpartition(b"\n")[0]

@@ -166,9 +166,9 @@ def last_error(lines: Sequence[str]) -> str:
 
 
 PROGRESS = NOTHING, SAVED, TRAINED = "nothing", "saved", "trained"
-"""What a generation can resume from.
+"""The state that a generation can resume from.
 
-Nothing, the checkpoint that it resumes from, or newer state in node 0's memory, which a stop must not lose.
+None, the checkpoint that it began with, or newer state in node 0's memory, which a stop must not lose.
 """
 
 

@@ -217,7 +217,7 @@ def _entries(directory: Path, tries: int = LISTINGS) -> dict[str, dict[str, int]
 
 
 def _temporary(target: Path) -> Path:
-    # In the same directory, because rename(2) does not cross file systems.
+    # Use the same directory, because rename(2) does not cross file systems.
     return target.with_name(f".tmp-{target.name}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
@@ -335,6 +335,6 @@ def rename(source: Path, target: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove as much as possible. What remains has a hidden name, and the next save tries again."""
+    """Remove as much as possible. The rest has a hidden name, and the next save tries again."""
     with suppress(OSError):  # some errors pass through despite ignore_errors
         shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Keep checkpoints on an object store, through fsspec: the manifest comes last, only if there is none.
+"""Keep checkpoints on an object store, through fsspec: upload the manifest last, only if there is none.
 
 Every save writes its state under a unique name, so two writers never mix their bytes. A state without a
 manifest does not count, and is removed a day later. The client libraries retry requests that fail with 5xx or

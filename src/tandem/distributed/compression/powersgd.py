@@ -13,9 +13,9 @@ ready, so backward does not hide them, but there is little left to hide.
 
 torch has a hook with the same algorithm, which works bucket by bucket in gloo's threads. With more than one
 bucket, the all-reduces of different ranks overtake each other, and the processes abort (torch 2.15, gloo, 16
-buckets). It also applies error feedback to what it does not compress, which would corrupt the telemetry
-parameter, and a NaN stays in the errors forever. The state here is keyed by parameter names, so it does not
-depend on buckets.
+buckets). It also applies error feedback to uncompressed values, which would corrupt the telemetry parameter,
+and a NaN stays in the errors forever. The state here is keyed by parameter names, so it does not depend on
+buckets.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
