@@ -149,7 +149,7 @@ class Backward:
         self._scaled: tuple[Tensor, Tensor, Tensor] | None = None
         """(result, input, scale) of the GradScaler's last call."""
         self.is_scaled = False
-        """Whether the last loss was scaled. A GradScaler then checks the gradients itself."""
+        """Whether the last loss was scaled. The GradScaler then checks the gradients."""
         self.watch_optimizers()
 
     def watch(self, model: nn.Module) -> None:

@@ -369,7 +369,7 @@ class CheckCoordinator:
         return found
 
     def _compare_links(self) -> None:
-        # A node that hardly gets a core has a slow link, too, and its partners would be measured in vain.
+        # A node that hardly gets a core also has a slow link, so measuring its partners would be useless.
         slow = {node for node, checks in self._checks.items() if any(each.name == "speed" for each in checks)}
         nodes = [each for each in self._present if each not in slow]
         rounds = 0

@@ -216,7 +216,7 @@ def _run_counted(node: "NodeContext", starts: CrashLoop) -> "AgentReport":
 def _ranks_for_gpus(settings: Settings) -> int:
     """Return the number of ranks for `--nproc auto`: one per GPU (or group of GPUs), else one.
 
-    A strategy that uses a single process gets one rank, too.
+    A strategy that uses a single process also gets one rank.
     """
     if settings.compute.device == "cpu" or settings.compute.strategy_name in ONE_PROCESS:
         return 1

@@ -99,7 +99,7 @@ def simulate(
         _supervise(nodes, settings.launch, stop)
         code = job_code([code for node in nodes if (code := node.code()) is not None])
         if was_killed(code) and nodes[0].code() == PEER_LOST:
-            code = PEER_LOST  # a node was lost for good, as node 0's summary says
+            code = PEER_LOST  # a node was lost for good, as node 0's summary shows
         if code == MISCONFIGURED and has_new_logs:
             run.forget_mistake()
         return code if stop.interrupts < 2 else INTERRUPTED_TWICE
@@ -164,7 +164,7 @@ def _left_of(nodes: Sequence["SimulatedNode"]) -> list[Process]:
 
 
 def _others_run(nodes: Sequence["SimulatedNode"], index: int) -> bool:
-    # A restarted node would wait in vain for nodes that have ended by themselves.
+    # A restarted node would wait forever for nodes that have ended by themselves.
     others = [node for position, node in enumerate(nodes) if position != index]
     return not others or any(node.code() is None or node.killed_by() for node in others)
 

@@ -93,8 +93,8 @@ class MetricsServer:
     ) -> None:
         """Wait until readers have seen the final state, or until `seconds` have passed.
 
-        A scraper is awaited if there ever was one, until `stop()` returns True. An open page is awaited for
-        `page_seconds` if its connection is held (`end`) or it has just requested /api/run.
+        Waits for a scraper, if there ever was one, until `stop()` returns True. Waits `page_seconds` for an
+        open page if its connection is held (`end`) or it has just requested /api/run.
         """
         started = time.monotonic()
         final = self.metrics.final_since

@@ -90,7 +90,7 @@ def _allocated_lines(seconds: float) -> list[dict[str, Any]]:
         time.sleep(seconds)
         snapshot = tracemalloc.take_snapshot()
     finally:
-        if is_ours:  # the program may use it for itself
+        if is_ours:  # the program itself may use it
             tracemalloc.stop()
     own = tracemalloc.Filter(False, tracemalloc.__file__)
     rows = snapshot.filter_traces([own, tracemalloc.Filter(False, __file__)]).statistics("lineno")[:SHOWN]

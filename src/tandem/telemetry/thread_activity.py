@@ -59,7 +59,7 @@ class ThreadActivity:
         seen = self._seen()
         self._looks.append(seen)
         stacks = [each.stack for each in self._looks]
-        # Soon after the last look, even a little CPU time would be a large share.
+        # Soon after the last check, even a little CPU time would be a large share.
         seconds = max(seen.at - before.at, BEAT_SECONDS / 2)
         if (
             (by_cpu_time and seen.thread - before.thread > WORKING_SHARE * seconds)

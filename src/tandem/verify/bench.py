@@ -222,7 +222,7 @@ def _look(session: int, peaks: dict[int, int]) -> None:
             status = Path(f"/proc/{pid}/status").read_text()
         except OSError:  # it has ended in the meantime
             continue
-        # The kernel's high-water mark: a peak between two looks counts as well.
+        # The kernel's high-water mark also counts a peak between two checks.
         found = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
         if found:
             peaks[rank] = max(peaks.get(rank, 0), int(found[1]) * 1024)
