@@ -20,7 +20,7 @@ BAR_SECONDS = 0.25
 PROGRESS_SECONDS = 0.5
 """Pause between two messages of a rank with loss and throughput: as fast as people can read the page."""
 WATCHDOG_TICK_SECONDS = 0.2
-"""Pause between two rounds of the watchdog. Less than BEAT_SECONDS, so each heartbeat is seen at once."""
+"""Pause between two rounds of the watchdog. Less than BEAT_SECONDS, so no heartbeat waits for another."""
 STORE_RETRY_SECONDS = 1.0
 """Pause of the watchdog after the store did not answer: it is being restarted, or is gone."""
 CLOCK_SKEW_SECONDS = 2.0
@@ -40,7 +40,7 @@ LONGEST_GAP_SECONDS = 1.0
 SLOW_RANKS_SECONDS = 5.0
 """Pause between two comparisons of a script's ranks on node 0. A rank marked in six of them is reported."""
 STACKS_SECONDS = 2.0
-"""How long to wait for the stacks of hung ranks; writing them takes milliseconds."""
+"""Limit for the stacks of hung ranks; writing them takes milliseconds."""
 LOCAL_ANSWER_SECONDS = 1.1
 """Limit for the stacks of a node's ranks (launch/inspection.py); `tandem stacks` then takes under 2 s."""
 ANSWER_SECONDS = 1.6
@@ -124,12 +124,12 @@ SHARDS_LEFT_SECONDS = 8.0
 # Copies of a neighbor's shards (distributed/neighbor_link.py)
 
 COPY_CONNECT_SECONDS = 10.0
-"""Limit for connecting to the next node's rank, which listens already, and for its first message."""
+"""Limit for connecting to the next node's rank, which already listens, and for its first message."""
 COPY_RETRY_SECONDS = 1.0
 """Pause between two attempts to send a copy after the connection failed. Usually the other rank has ended."""
 
 COPY_STUCK_SECONDS = 600.0
-"""Time after its own copy until a rank releases its part of it: another rank cannot send its own."""
+"""Time after a rank's own copy until it releases its slot: another rank cannot send its own."""
 
 # Crash loops: starts that save nothing new (run/crash_loop.py)
 
@@ -185,7 +185,7 @@ The grace period of the Kubernetes manifests includes it.
 CLOCK_LOOK_SECONDS = 2.5
 """Time that `doctor` watches the others' heartbeats in the store: two of each node."""
 ANNOUNCE_SECONDS = 30.0
-"""The same for an error before the start: others may still import torch, and would then wait in vain."""
+"""Time that a node announces an error before the start: others may still import torch, then wait in vain."""
 LEFT_POLL_SECONDS = 0.02
 """Pause between two checks on node 0 whether all nodes have left."""
 
@@ -302,7 +302,7 @@ SAME_CAUSE_SECONDS = 600.0
 RESOLVER_SECONDS = 2.0
 """Limit for an answer of Docker's resolver, which takes milliseconds; then it is queried again."""
 STAY_DOWN_SECONDS = 60.0
-"""Time within which a container restarted after an end that no retry can fix exits at once."""
+"""Time after an end that no retry can fix, within which a restarted container exits at once."""
 
 # verify-resume (verify/resume.py)
 
@@ -324,7 +324,7 @@ CHECK_SECONDS = 600.0
 TOOL_ANSWER_SECONDS = 20.0
 """Limit for another program's --version or --help, in `tandem doctor`."""
 
-# The node check (verify/join.py, verify/join_measure.py): together under 3 s with eight nodes on two cores
+# The node check (launch/join_check.py, join_measure.py): together under 3 s with eight nodes on two cores
 
 JOIN_POLL_SECONDS = 0.01
 """Pause between two checks for the other nodes' answers: one small read."""

@@ -164,7 +164,7 @@ def _left_of(nodes: Sequence["SimulatedNode"]) -> list[Process]:
 
 
 def _others_run(nodes: Sequence["SimulatedNode"], index: int) -> bool:
-    # A restarted node would wait forever for nodes that have ended by themselves.
+    # A restarted node would wait in vain for nodes that have ended by themselves.
     others = [node for position, node in enumerate(nodes) if position != index]
     return not others or any(node.code() is None or node.killed_by() for node in others)
 
