@@ -97,7 +97,7 @@ _Looked = tuple[bool, tuple[str, ...], int | None]
 class ResumeDecision:
     """Where the run begins: "fresh" at step 0, "resume" at `step`, or "complete" at `step`.
 
-    "complete" means that there is nothing left to train.
+    "complete" means that no steps are left to train.
 
     Rank 0 reads the state once and hashes it while reading. It tries the run's own checkpoints from the
     newest to the oldest, then `elsewhere` in its order. With `needed`, it is an error if none of them is
@@ -214,7 +214,7 @@ def _candidates(there: CheckpointStore, only: int | None) -> tuple[tuple[PurePat
 
 
 def _look(settings: Settings, store: CheckpointStore, step: int, whole: bool = False) -> _Looked:
-    """Return what `_Looked` says about `step`. Raises ConfigError for a different fingerprint."""
+    """Return a `_Looked` for `step`. Raises ConfigError for a different fingerprint."""
     info = store.info(step)
     try:
         unknown = _check_fingerprint(settings, info, store.path(step))
@@ -229,11 +229,11 @@ def _look(settings: Settings, store: CheckpointStore, step: int, whole: bool = F
     planned = settings.run.steps or settings.run.epochs * steps_per_epoch
     # The task ended the run with these same planned steps.
     is_last = step >= planned or info.get("ended_of") == planned
-    # A run that was stopped before its last evaluation resumes to make up for it.
+    # A run that was stopped before its last evaluation resumes to run it.
     complete = is_last and not info.get("owes_evaluation")
     if whole or complete:
         store.verify(step)
-    # A person who has changed the setting since wants that size.
+    # If someone has changed the setting since, they want that size.
     is_as_set = _saved(info).get("micro_batch_size") == settings.data.micro_batch_size
     return (
         complete,
@@ -295,7 +295,7 @@ def _not_compared(key: str, values: Mapping[str, Any], is_saved: bool) -> str:
 def _changes(info: Mapping[str, Any], settings: Settings) -> list[str]:
     old = _saved(info)
     new = _plain(settings.to_dict())
-    # These settings are about a single start, not about what is trained.
+    # These settings concern a single start, not the training.
     no_matter = {"resume", "master", "node_rank", "on_data_change"}
     same = {*settings.fingerprint_fields(), *no_matter}
     return [

@@ -62,7 +62,7 @@ def _row(
         if verify:
             store.verify(step)
             verified = True
-    # A damaged checkpoint is a row of the table, not the end of it.
+    # A damaged checkpoint is a row of the table and does not end it.
     except CorruptCheckpointError as error:
         if step not in store.steps():  # pruned in the meantime
             return None
@@ -152,7 +152,7 @@ def scores_in_words(scores: Scores) -> str:
 
 
 def age_in_words(seconds: float) -> str:
-    """Format an age such as `3 h`, in the largest unit of which it has at least two."""
+    """Format an age such as `3 h`, in the largest unit that it contains at least twice."""
     for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
@@ -160,7 +160,7 @@ def age_in_words(seconds: float) -> str:
 
 
 def is_finished(store: CheckpointStore) -> bool:
-    """Return True if the newest checkpoint is from the last step of its run; False if that is unknown.
+    """Return True if the newest checkpoint is from its run's last step; False if that is unknown.
 
     Its bytes are verified, because a run that falls back to an older checkpoint still has steps to train.
     """
@@ -170,7 +170,7 @@ def is_finished(store: CheckpointStore) -> bool:
         planned = step if "ended_of" in info else info.get("steps_planned")
         if step is None or not isinstance(planned, int) or step < planned:
             return False
-        # A large state takes long to read, so the manifest is judged first.
+        # A large state takes long to read, so check the manifest first.
         store.verify(step)
     except CheckpointError:
         return False

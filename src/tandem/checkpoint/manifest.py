@@ -47,7 +47,7 @@ def parse_manifest(path: object, raw: bytes) -> dict[str, Any]:
         whole = False
     if not whole:
         raise CorruptCheckpointError(f"{path} is damaged: its SHA-256 does not match")
-    # This comes before the fields are checked, because a newer format may have others.
+    # Check the format before the fields, because a newer format may have other fields.
     if type(body.get("format")) is int and body["format"] >= 0 and body["format"] not in (FORMAT, SHARDED):
         known = f"{FORMAT} or {SHARDED}"
         raise CheckpointError(f"{path} has format {body['format']}, expected {known}; use a newer tandem")

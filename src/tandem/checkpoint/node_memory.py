@@ -1,7 +1,7 @@
-"""Memory of a node that outlives its ranks: anonymous, owned by the agent, shared with each rank it starts.
+"""Node memory that outlives ranks: anonymous, owned by the agent, shared with each rank that it starts.
 
 It has no name in any file system. Nothing is left behind when the agent dies, and the size of /dev/shm (64 MB
-in a container by default) is no limit.
+in a container by default) does not limit it.
 """
 
 import ctypes
@@ -54,9 +54,9 @@ def _from_parent(duplicate: Any) -> NodeMemory:
 def _populate(memory: mmap.mmap) -> None:
     """Populate all pages without blocking other threads.
 
-    MAP_POPULATE would hold Python's lock, for up to a second per GiB, and with it the thread that sends
-    heartbeats; ctypes releases the lock. An older kernel does not know this call (EINVAL), so each first
-    write to a page faults there.
+    MAP_POPULATE would hold Python's lock for up to a second per GiB and block the heartbeat thread; ctypes
+    releases the lock. An older kernel does not have this call (EINVAL), so the first write to each page
+    faults there.
     """
     buffer = (ctypes.c_char * len(memory)).from_buffer(memory)
     address = ctypes.c_void_p(ctypes.addressof(buffer))

@@ -1,4 +1,4 @@
-"""Host memory for copies of tensors: in one piece, and pinned, so that copies from a GPU run asynchronously.
+"""Host memory for copies of tensors, in one piece and pinned, so that copies from a GPU are asynchronous.
 
 torch rounds its own pinned memory up to a power of two for each tensor, which can need twice the state's
 size.

@@ -21,14 +21,14 @@ VALID = (
     "sets and deques of these"
 )
 LEAVES = frozenset({float, bool, str, bytes, complex, type(None)})
-"""Types that are saved unchanged. So is int, up to LARGEST."""
+"""Types that are saved unchanged, in addition to int up to LARGEST."""
 LARGEST = 2**2000
 """torch.load(weights_only=True) reads integers of up to 255 bytes."""
 DEEPEST = 100
 SHOWN = 8
 """Number of keys of a path to show in a message."""
 STRIDED = torch.strided
-# Only these are restored: the name comes from a file, and what it names is called.
+# Only these are restored: the name comes from a file, and the function of that name is called.
 FACTORIES: dict[str, Callable[[], Any]] = {f.__name__: f for f in (int, float, list, dict, set, str, bool)}
 NUMBERS = {
     name: np.dtype(name).type
@@ -90,7 +90,7 @@ class Plain:
     def _items(self, pairs: Iterable[tuple[Any, Any]], depth: int) -> Iterable[Any]:
         for key, item in pairs:
             kind = type(item)
-            # Most items are numbers or tensors, for which this saves a call of `of`.
+            # Most items are numbers or tensors; this saves a call of `of` for them.
             if kind in LEAVES and kind is not str:
                 yield item
                 continue
@@ -127,7 +127,7 @@ class Plain:
         elif kind in (OrderedDict, Counter):
             plain = self._dict(value, depth)
             was = kind.__name__
-            # A module's state_dict(), where the order is kept by a plain dict too.
+            # A module's state_dict(); a plain dict also keeps its order.
             if depth == 0 and kind is OrderedDict:
                 return plain
         elif kind is defaultdict:
@@ -142,7 +142,7 @@ class Plain:
             plain = list(self._items(enumerate(value), depth))
             was = f"deque:{'' if value.maxlen is None else value.maxlen}"
         elif kind in (set, frozenset):
-            # A fixed order makes equal states equal bytes; repr orders mixed types.
+            # A fixed order gives equal states equal bytes; repr orders mixed types.
             plain = sorted((_key(item) for item in value), key=repr)
             was = kind.__name__
         elif kind is bytearray:

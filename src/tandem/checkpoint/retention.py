@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: a pure function of their steps and scores. `store.prune` deletes the rest.
+"""Decide which checkpoints are kept, as a pure function of steps and scores. `store.prune` deletes the rest.
 
 The result is the same whether it is applied after every save or once at the end, so a restart in between
 makes no difference.
@@ -51,7 +51,7 @@ class Best:
 
 @dataclass(frozen=True)
 class Retention:
-    """What to keep: the `newest` checkpoints (at least 1), the best by a score, one per `every` steps."""
+    """The rule: keep the `newest` checkpoints (at least 1), the best by a score, one per `every` steps."""
 
     newest: int = 3
     best: Best | None = None

@@ -1,4 +1,4 @@
-"""Checkpoints of which each rank writes its own file. The format is described in docs/checkpoints.md.
+"""Checkpoints to which each rank writes its own file. docs/checkpoints.md describes the format.
 
 In the state of a rank, a sharded tensor is {SHARD: [shape of the whole, first row], VALUES: its rows}. These
 are plain containers, so snapshots and checkpoints can keep it like any other state.
@@ -48,7 +48,7 @@ LARGEST_INDEX_BYTES = 256 * 2**20
 
 
 def shard(shape: Sequence[int], first: int, values: Tensor) -> dict[str, Any]:
-    """Return what represents a tensor of `shape` in the state of a rank that has its rows from `first` on."""
+    """Return the entry for a tensor of `shape` in the state of a rank that has its rows from `first` on."""
     return {SHARD: [list(shape), first], VALUES: values}
 
 
@@ -138,8 +138,8 @@ def read_state(
     if is_sharded(store.manifest(step)):
         if not destinations:
             return read_rows(store, step, all_rows)
-        # A run that finds damage may continue with what is in `destinations` now, so nothing is written
-        # before all is checked.
+        # A run that finds damage may continue with the current content of `destinations`, so check everything
+        # before writing anything.
         read_rows(store, step, all_rows, only_checks=True)
         try:
             return read_rows(store, step, all_rows, destinations)
@@ -184,7 +184,7 @@ def read_rows(
 
 
 class _Range(NamedTuple):
-    """An entry of an index: the rows from `first` on of the tensor `name`, and where their bytes are."""
+    """An entry of an index: rows of the tensor `name` from `first` on, and the place of their bytes."""
 
     name: str
     dtype: str
@@ -252,8 +252,8 @@ def _check(is_equal: bool, offset: int, size: int, where: object) -> None:
 def _read_range(file: StorageReader, entry: "_Range", into: Tensor, begin: int, where: object) -> None:
     """Copy the bytes of `entry` from `begin` on into a tensor of bytes; hash all of them on the way.
 
-    In pieces, so that a large range needs no memory in addition to its tensor. `into` is invalid if this
-    raises.
+    Works in pieces, so that a large range needs no memory in addition to its tensor. `into` is invalid if
+    this raises.
     """
     digest = hashlib.sha256()
     file.seek(entry.offset)
@@ -278,7 +278,7 @@ class _Target:
         self._taken: list[tuple[int, int]] = []
 
     def take(self, file: StorageReader, entry: _Range, where: object) -> None:
-        """Copy the rows of `entry` that are wanted. Raises CorruptCheckpointError and UnloadableError."""
+        """Copy the wanted rows of `entry`. Raises CorruptCheckpointError and UnloadableError."""
         if (entry.name, entry.dtype, entry.shape) != self._form:
             raise UnloadableError(f"{where} has another {entry.name} than the checkpoint's state")
         first = max(self._first, entry.first)

@@ -1,4 +1,4 @@
-"""Saves of a sharded state: each rank writes its own file, and rank 0 publishes them together.
+"""Save a sharded state: each rank writes its own file, and rank 0 publishes all of them together.
 
 The writer threads of the ranks coordinate through a store, because only the training thread may run
 collectives. Rank 0 announces where to write, the other ranks report their files, and rank 0 announces the
@@ -61,7 +61,7 @@ class ShardedWriter(CheckpointWriter):
         self._rank = rank
         self._ranks = ranks
         self._notices = notices
-        self._number = 0  # of the attempt, which is the same on all ranks
+        self._number = 0  # the number of the attempt, the same on all ranks
         self._hurried = threading.Event()
         self._until = float("inf")
 
@@ -130,7 +130,7 @@ class ShardedWriter(CheckpointWriter):
                 self._notices.set(self._key(str(self._rank)), ["", written, entry])
             except CheckpointError as error:
                 self._notices.set(self._key(str(self._rank)), [str(error)])
-        # A rank that ends has done its part, and must not wait for rank 0, which may wait for it.
+        # A rank that ends has done its part. It must not wait for rank 0, which may wait for it.
         if problem := self._wait([end], is_needed=False)[0]:
             raise CheckpointError(problem)
         return size
@@ -146,7 +146,7 @@ class ShardedWriter(CheckpointWriter):
         return f"{self._number if number is None else number}/{what}"
 
     def _wait(self, keys: list[str], unless: str | None = None, is_needed: bool = True) -> list[Any]:
-        """Return the values of `keys`; [None] if there is one of `unless` first.
+        """Return the values of `keys`; [None] if `unless` has one first.
 
         Raises CheckpointError `seconds` after `hurry`; at once, unless `is_needed`.
         """
@@ -158,7 +158,7 @@ class ShardedWriter(CheckpointWriter):
                 return [None]
             if time.monotonic() > self._until or (self._hurried.is_set() and not is_needed):
                 raise CheckpointError("the other ranks ended before all had written their shards")
-            # After `hurry`, the event no longer waits.
+            # After `hurry`, the event is set and no longer waits.
             if self._hurried.wait(SHARDS_POLL_SECONDS):
                 time.sleep(SHARDS_POLL_SECONDS)
 

@@ -1,6 +1,6 @@
-"""Copies of slots of a snapshot region (`snapshot.py`) in another region, maybe on another node.
+"""Copy slots of a snapshot region (`snapshot.py`) to another region, maybe on another node.
 
-A slot is copied as it is, with its skeleton. Its mark is written last, so a torn copy never counts. A region
+A slot is copied unchanged, with its skeleton. Its mark is written last, so a torn copy never counts. A region
 with copies has two slots: the last whole copy, and the one that is being received.
 """
 
@@ -23,7 +23,7 @@ from tandem.checkpoint.snapshot import (
 
 
 class SlotHead(NamedTuple):
-    """What identifies the contents of a slot, and the sizes in bytes of its parts; see `snapshot.py`."""
+    """The identity of a slot's contents, and the sizes of its parts in bytes; see `snapshot.py`."""
 
     fingerprint: int
     step: int
@@ -37,7 +37,7 @@ HEAD = struct.Struct("<Qqqqq")
 
 
 class HeldSlot(NamedTuple):
-    """A whole slot in a region: the rank and number of ranks that it is of, its step and its generation."""
+    """A whole slot in a region: its rank and number of ranks, its step and its generation."""
 
     number: int
     rank: int
@@ -64,7 +64,7 @@ def held_slots(region: NodeMemory) -> Iterator[HeldSlot]:
 
 
 def bytes_of(memory: mmap.mmap, slot: int, head: SlotHead) -> memoryview:
-    """Return the bytes of a slot in a mapped region. They are those of `head` while `head_of` returns it."""
+    """Return the bytes of a slot in a mapped region. They belong to `head` while `head_of` returns it."""
     begin = slot_start(slot, head.slot_bytes)
     return memoryview(memory)[begin : begin + head.slot_bytes]
 
@@ -72,8 +72,8 @@ def bytes_of(memory: mmap.mmap, slot: int, head: SlotHead) -> memoryview:
 class IncomingSlot:
     """A slot that is being received: fill `contents`, then call `finish`.
 
-    `mapped`: the `memory` of an earlier one in the same region, which is used again if it is large enough.
-    Raises OSError, ValueError or OverflowError if the region cannot have it.
+    `mapped`: the `memory` of an earlier one in the same region, which is reused if it is large enough. Raises
+    OSError, ValueError or OverflowError if the region has no room for it.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class IncomingSlot:
         self.memory = memory = mapped
         geometry = head.data, head.slot_bytes
         if GEOMETRY.unpack_from(memory, GEOMETRY_AT) != geometry:
-            # Slots of another size are elsewhere.
+            # Slots of another size begin at other offsets.
             memory[:HEADER_BYTES] = bytes(HEADER_BYTES)
             GEOMETRY.pack_into(memory, GEOMETRY_AT, *geometry)
         SLOT.pack_into(memory, slot * SLOT.size, 0, 0, 0)
         self.contents = bytes_of(memory, slot, head)
 
     def finish(self) -> None:
-        """Make the slot count."""
+        """Mark the slot as valid."""
         SLOT.pack_into(self.memory, self._slot * SLOT.size, *self._head[:3])

@@ -1,7 +1,7 @@
 """Snapshots: the state of a recent step, in node memory that outlives the ranks of the node.
 
 Every node keeps them, so that the loss of a node costs no more; docs/architecture.md#snapshots-on-every-node
-says which one is used. State that is equal on all ranks is divided among the ranks of a node. Running
+describes which one is used. State that is equal on all ranks is divided among the ranks of a node. Running
 statistics are rank 0's, which it has sent to all ranks. Each rank writes its part into its own region,
 alternating between two slots:
 
@@ -12,11 +12,11 @@ alternating between two slots:
     then           slot 1: the same; slot 2, too, if another node keeps copies (`slot_copies.py`)
 
 A rank marks a slot as being written, writes it, and marks it with the step. The ranks step together: when one
-of them writes a snapshot, all have written the one before. So one slot is always complete, as long as all
+of them writes a snapshot, all have written the previous one. So one slot is always complete, as long as all
 ranks write to the same slot. Restarted ranks therefore get the number of the complete slot. They cannot
 derive it from the marks of a killed rank, whose last write may be incomplete.
 
-Nodes may have different snapshots of the same step, if one node was away while the others returned to a
+Nodes may have different snapshots of the same step if one node was away while the others returned to a
 checkpoint. Two snapshots are the same only if their step, their generation and their skeleton are equal.
 """
 
@@ -47,7 +47,7 @@ SLOT = struct.Struct("<Qqq")  # fingerprint, step, generation
 GEOMETRY = struct.Struct("<qq")  # offset of the tensors in a slot, bytes of a slot
 MOST_SLOTS = 3
 COPIED_SLOTS = MOST_SLOTS + 2
-"""Slots in a node's memory for each rank, if it also keeps copies of a rank of another node."""
+"""Slots in a node's memory for each rank, if the node also keeps copies of another node's rank."""
 GEOMETRY_AT = MOST_SLOTS * SLOT.size
 LENGTH = struct.Struct("<q")
 HEADER_BYTES = 128
@@ -126,11 +126,11 @@ def form_of(tensor: Tensor) -> TensorForm:
 class Snapshots:
     """One rank's part of the node's snapshots. Call `take` after a step, on all ranks of the node.
 
-    `kept` is the slot that has the state which the ranks started with, and which is overwritten last. None
-    means that the regions contain nothing worth keeping. It must be the same on all ranks of the node.
-    `generation`: the number of this generation of ranks. `nodes_here`: nodes that share this machine.
-    `copies`: this rank's region for another node's slots, whose own node keeps copies of these; then there is
-    a third slot if the node has enough memory, and `held` are the slots that must not be overwritten.
+    `kept` is the slot with the state that the ranks started with; it is overwritten last. None means that the
+    regions contain nothing worth keeping. It must be the same on all ranks of the node. `generation`: the
+    number of this generation of ranks. `nodes_here`: nodes that share this machine. `copies`: this rank's
+    region for copies of another node's slots. With copies, there is a third slot if the node has enough
+    memory, and the slots in `held` must not be overwritten.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Snapshots:
         return 0 if layout is None else layout.cuts[self._rank + 1] - layout.cuts[self._rank]
 
     def take(self, step: int, state: Mapping[str, Any], own: Collection[int]) -> bool:
-        """Copy this rank's part of `state` as of `step` (1 or more); return whether that was all.
+        """Copy this rank's part of `state` as of `step` (1 or more); return whether it did nothing else.
 
         False: it allocated memory first, so its duration says nothing about the next one. `own`: indices, in
         order of appearance, of the tensors for which rank 0 has the correct values. Raises ConfigError for a
@@ -222,7 +222,7 @@ class Snapshots:
         return fits
 
     def _next(self) -> int:
-        """Return the slot to overwrite. If it is the newest one, a held slot is the next newest."""
+        """Return the slot to overwrite; if it is the newest one, a held slot is the next newest."""
         free = [slot for slot in range(self.slots) if slot not in self.held]
         return next((slot for slot in free if slot != self._slot), self._slot)
 
@@ -333,7 +333,7 @@ class Snapshot(NamedTuple):
 
 
 def newest_snapshot(regions: Sequence[NodeMemory], among: Collection[int] | None = None) -> Snapshot | None:
-    """Return the newest snapshot that all of the node's ranks have finished, of the steps `among`, or None.
+    """Return the newest snapshot that all ranks of the node have finished, of the steps `among`, or None.
 
     The tensors are copies, because the regions may be overwritten. Call this while no rank writes.
     """
@@ -375,7 +375,7 @@ def newest_step(shared: Sequence[NodeMemory], own: Sequence[NodeMemory]) -> int 
 
 
 def forget_after(region: NodeMemory, step: int) -> None:
-    """Invalidate snapshots of later steps than `step`, from which the run does not continue."""
+    """Invalidate snapshots of steps after `step`, from which the run does not continue."""
     if region.size() > HEADER_BYTES:
         head = region.map(HEADER_BYTES)
         for slot in range(MOST_SLOTS):

@@ -36,14 +36,14 @@ from tandem.errors import CheckpointError, ConfigError, CorruptCheckpointError, 
 TENSOR_PLACEHOLDER = ...
 """Placeholder for a tensor in a skeleton. marshal can store it, and no plain state contains it."""
 OF_A_LOOP = ("objects", "tensors", "numbers", "per_rank")
-"""Parts whose keys are names chosen by a script, which identify a value better than the part's name."""
+"""Parts whose keys are names that a script chose, which identify a value better than the part's name."""
 
 
 def flatten(state: Mapping[str, Any]) -> tuple[dict[Any, Any], list[Tensor]]:
     """Return (skeleton, tensors): plain containers, and detached tensors in order of appearance.
 
     `unflatten` returns the plain state, and `plain.restored` converts that back to the original types. Raises
-    ConfigError, with the path of the value, for what cannot be saved.
+    ConfigError, with the path of the value, for values that cannot be saved.
     """
     tensors: list[Tensor] = []
 
@@ -99,9 +99,9 @@ def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 SLACK_BYTES = 2**20
-"""How many bytes a state may need beyond its file's size: small tensors that were saved expanded."""
+"""Bytes that a state may need beyond its file's size, for small tensors that were saved expanded."""
 View = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
-"""What identifies a tensor: storage, offset, shape, strides, dtype."""
+"""The identity of a tensor: storage, offset, shape, strides, dtype."""
 MOST_NAMES = 16
 """The tensors of all names may need this many times the file's size, because layers may share a tensor."""
 
@@ -304,7 +304,7 @@ def read_in_place(
 
     Raises CheckpointError if the file changed while it was used, because the result may then be wrong.
     """
-    # The file is read three times; with the page cache, only the first time is from the disk.
+    # The file is read three times; with the page cache, only the first read is from the disk.
     store.verify(step, from_disk=False)
     with translated(f"cannot read {path}"):
         made = use(path)

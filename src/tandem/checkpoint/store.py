@@ -127,7 +127,7 @@ class CheckpointStore:
         )
 
     def begin(self, step: int) -> PurePath:
-        """Begin a checkpoint of which several processes write files; return where they `add` them.
+        """Begin a checkpoint whose files several processes write; return where they `add` them.
 
         Nothing is visible until `publish`. Raises as `save`.
         """
@@ -135,7 +135,7 @@ class CheckpointStore:
             return self._storage.begin(self.path(step), step in (self._ours or ()))
 
     def pending(self, name: str) -> PurePath:
-        """Return what `begin` has returned on another node, given the last part of its path."""
+        """Return the result of `begin` on another node, given the last part of its path."""
         return self.directory / name
 
     def add(self, pending: PurePath, name: str, payload: Payload) -> tuple[str, dict[str, object]]:
@@ -152,7 +152,7 @@ class CheckpointStore:
         )
 
     def abandon(self, pending: PurePath) -> None:
-        """Remove what was added to `pending`, as far as possible."""
+        """Remove the files that were added to `pending`, as far as possible."""
         self._storage.abandon(pending)
 
     @contextmanager
@@ -178,7 +178,8 @@ class CheckpointStore:
         assert self._ours is not None
 
         def sealed(files: Entries) -> bytes:
-            # Before the fence, because `info` may wait for an evaluation and the run may be taken meanwhile.
+            # Do this before the fence, because `info` may wait for an evaluation, and the run may be taken
+            # meanwhile.
             contents = info() if callable(info) else info
             self._fence()  # the state is written, but nothing is published yet
             return render_manifest(step, files, contents)
@@ -211,7 +212,7 @@ class CheckpointStore:
         return self._scores[step]
 
     def prune(self, rule: Retention, dry_run: bool = False) -> list[int]:
-        """Remove what `rule` does not keep, oldest first; return the removed steps (or those to remove).
+        """Remove the steps that `rule` does not keep, oldest first; return them, removed or to be removed.
 
         The newest checkpoint is always kept. It is read back first: if its bytes are wrong, nothing is
         removed and CorruptCheckpointError is raised.
@@ -263,7 +264,7 @@ class CheckpointStore:
                 number = number + 1
             if everything:
                 self._storage.rename(self.directory, aside)
-            else:  # newest first: if killed halfway, the rest is still a consistent history
+            else:  # newest first: after a kill halfway, the rest is still a consistent history
                 for step in newer:
                     self._storage.rename(self.path(step), aside / self.path(step).name)
         return aside
@@ -309,7 +310,8 @@ class CheckpointStore:
     def read(self, step: int) -> tuple[bytes, dict[str, Any]]:
         """Return (state, info); the state's hash is verified first. Raises CorruptCheckpointError.
 
-        Of a sharded checkpoint, this is the part of the state that is not sharded (see `sharded.read_state`).
+        For a sharded checkpoint, this is the part of the state that is not sharded (see
+        `sharded.read_state`).
         """
         manifest = self.manifest(step)
         name, wanted = state_entry(manifest)

@@ -1,4 +1,4 @@
-"""Asynchronous saves: a step waits only for a copy in memory, and a thread writes it.
+"""Save asynchronously: a step waits only for a copy in memory, which a thread writes.
 
 A failed save never ends training; too many failed saves in a row do.
 """
@@ -64,7 +64,7 @@ class Buffers:
 
 
 def _key(tensor: Tensor) -> Key:
-    """Return a key for a tensor's values. Empty tensors have no address (0), so their id is the key."""
+    """Return a key for a tensor's values. Empty tensors have address 0, so their id is the key."""
     return tensor.data_ptr() or id(tensor), tensor.dtype, tensor.shape, tensor.stride()
 
 
@@ -148,7 +148,7 @@ class CheckpointWriter:
         returns = threading.Event()
 
         def write() -> None:
-            returns.wait()  # or it would hold Python's lock, and the caller wait for that, for 5 ms
+            returns.wait()  # otherwise it would hold Python's lock, and the caller would wait 5 ms for it
             self._write(step, copied, info, began, held)
 
         # The thread is no daemon, so that Python does not exit in the middle of a save.
@@ -157,7 +157,7 @@ class CheckpointWriter:
         returns.set()
 
     def wait(self) -> None:
-        """Wait until the save has finished; raise its error if that must end the run."""
+        """Wait until the save has finished; raise its error if it must end the run."""
         self.join_quietly()
         if self._error is not None:
             raise self._error
@@ -174,7 +174,7 @@ class CheckpointWriter:
             self.wait()
 
     def hurry(self, seconds: float) -> None:
-        """Tell the writer that other ranks may be gone: wait for them for at most `seconds` from now on."""
+        """Tell the writer that other ranks may be gone, so it waits at most `seconds` more for them."""
 
     def join_quietly(self) -> None:
         """Wait until the save has finished, successful or not."""
@@ -205,7 +205,7 @@ class CheckpointWriter:
             self._unsaved = (step, state, info)
             self.problem = str(error)
             self._failed(step, error)
-        # Such as RunTakenError. `wait` raises it in the training thread.
+        # For example RunTakenError. `wait` raises it in the training thread.
         except BaseException as error:
             self._error = error
             return
@@ -215,7 +215,7 @@ class CheckpointWriter:
             self._prune(step)
 
     def _commit(self, step: int, state: dict[Any, Any], seal: Callable[[], dict[str, Any]]) -> int:
-        """Write and publish the state; return its bytes. Called again for a save that is tried again."""
+        """Write and publish the state; return its bytes. A retry of a save calls this again."""
         return self._store.save(step, lambda sink: save_to(state, sink), seal)
 
     def _failed(self, step: int, error: CheckpointError) -> None:

@@ -37,7 +37,7 @@ class RemotePath(PurePosixPath):
 
 
 def from_home(text: str) -> str:
-    """Replace ~ or ~/ at the beginning by the home directory, as a shell does at the start of a word.
+    """Replace ~ or ~/ at the beginning with the home directory, as a shell does at the start of a word.
 
     A shell does not do it in `--data-dir=~/data`, in a .env file or in TOML.
     """
@@ -53,14 +53,14 @@ def address(text: str | PurePath) -> PurePath:
     if found is None:
         return Path(from_home(str(text)))
     scheme, slashes, host, rest = found.groups()
-    # Checked before the scheme is known: a password must not appear in the error about a bad scheme either.
+    # Check this before the scheme: a password must not appear in the error about a bad scheme either.
     if re.match(r"[^@]*:[^@]*@", host):
         raise ConfigError(
             f"the address {scheme}://USER:PASSWORD@{host.rpartition('@')[2]}{rest} contains a password, "
             f"which would appear in logs; remove it and set FSSPEC_{scheme.upper()}='{{...}}' instead"
         )
     if scheme in SCHEMES:
-        # One slash, so that both spellings of an address give equal paths.
+        # Use one slash, so that both spellings of an address give equal paths.
         return RemotePath(f"{scheme}:/{host}{rest}")
     # A single slash after an unknown scheme is a local path that contains a colon.
     if slashes == "/":
@@ -124,11 +124,11 @@ def secrets_in(environ: Mapping[str, str]) -> list[str]:
         found.append(headers)
         for pair in headers.split(","):
             name, _, value = pair.partition("=")
-            found.append(pair)  # whole, because it may be written as no pair
-            # Any name may have a key as its value. What is shorter may be a tenant's name.
+            found.append(pair)  # as a whole, because it may not be written as a pair
+            # Any name may have a key as its value. A shorter value may be a tenant's name.
             if is_secret(name.strip()) or len(value) >= SHORTEST_KEY:
                 decoded = unquote(value).strip()  # from the encoding of URLs
-                # As an error shows it, and without a scheme such as Bearer.
+                # Also as an error shows it, and without a scheme such as Bearer.
                 found += [value, decoded, repr(decoded)[1:-1], decoded.rpartition(" ")[2]]
     return found
 
@@ -164,11 +164,11 @@ def hidden(value: Any, secrets: Iterable[str] = (), is_named: bool = False, is_s
 
 def hide(text: str, secrets: Iterable[str] = ()) -> str:
     """Return `text` without the given secrets and without anything that looks like one."""
-    # Longest first, because a secret may contain a shorter one.
+    # Hide the longest first, because a secret may contain a shorter one.
     for secret in sorted({each.strip() for each in secrets}, key=len, reverse=True):
         if len(secret) >= SHORTEST:
             text = text.replace(secret, HIDDEN)
-    # By form before by name: a value after a name ends at a space, and a PEM key contains spaces.
+    # Search by form before by name: a value after a name ends at a space, and a PEM key contains spaces.
     text = _FORMS.sub(HIDDEN, text)
     text = _IN_WEBHOOK.sub(rf"\1{HIDDEN}", text)
     text = _IN_URL.sub(rf"\1{HIDDEN}@", text)

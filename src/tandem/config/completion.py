@@ -1,4 +1,4 @@
-"""Completion scripts for bash, zsh and fish: static text from the parsers, so pressing Tab runs nothing.
+"""Generate completion scripts for bash, zsh and fish: static text from the parsers, so Tab runs nothing.
 
 zsh reads the bash script through its own bashcompinit. fish gets a line per flag, with its description.
 """

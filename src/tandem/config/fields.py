@@ -1,4 +1,4 @@
-"""The parts of a setting: its type, valid values, description, and which nodes must agree on it."""
+"""Define the parts of a setting: its type, valid values, description, and which nodes must agree on it."""
 
 import dataclasses
 import re
@@ -25,7 +25,7 @@ class Constraint:
     holds: Callable[[Any], bool] = lambda value: True
 
     def __get_pydantic_core_schema__(self, source: Any, handler: "GetCoreSchemaHandler") -> "CoreSchema":
-        # Imported here, like pydantic below: `--help` describes all types and converts no value.
+        # Import it here, like pydantic below: `--help` describes all types and converts no value.
         from pydantic_core.core_schema import no_info_after_validator_function
 
         def check(value: Any) -> Any:
@@ -98,7 +98,7 @@ def _listening(text: str) -> str:
 
 
 def _ends_in_tensorboard(value: Any) -> bool:
-    # Both orders of two trackers mean the same, so one of them becomes the stored form.
+    # Both orders of two trackers mean the same, so one order becomes the stored form.
     return isinstance(value, str) and value.endswith(",tensorboard")
 
 
@@ -122,7 +122,7 @@ def _compile_mode(value: Any) -> Any:
 Auto = Literal["auto"]
 Count = Annotated[int, Constraint("an integer >= 1", lambda n: n >= 1)]
 Natural = Annotated[int, Constraint("an integer >= 0", lambda n: n >= 0)]
-# numpy accepts only seeds of 32 bits.
+# NumPy accepts only seeds of 32 bits.
 Seed = Annotated[int, Constraint("an integer from 0 to 4294967295", lambda n: 0 <= n < 2**32)]
 Port = Annotated[int, Constraint("a port from 0 (any free port) to 65535", lambda n: 0 <= n <= 65535)]
 Positive = Annotated[float, Constraint("a number > 0", lambda x: x > 0)]
@@ -187,7 +187,7 @@ DpShare = Annotated[
 ]
 PowerSgd = Annotated[
     Literal["powersgd"] | str,
-    # Rank 4 is the default. One spelling, because a resume compares this setting as text.
+    # Rank 4 is the default. Store one spelling, because a resume compares this setting as text.
     Rewrites(lambda value: "powersgd" if value == "powersgd:4" else value),
     Constraint("powersgd or powersgd:RANK", _matches(r"powersgd(:[1-9][0-9]{0,8})?")),
 ]
@@ -292,7 +292,7 @@ def settings_of(slice_name: str, model: type) -> list[Setting]:
 
 @lru_cache
 def _adapter(annotation: Any) -> "TypeAdapter[Any]":
-    # Imported here, because pydantic alone takes longer to import than a help page should take.
+    # Import it here, because importing pydantic takes longer than a help page should take.
     from pydantic import ConfigDict, TypeAdapter
 
     # An infinite number passes `> 0`, and JSON cannot store it.
@@ -301,7 +301,7 @@ def _adapter(annotation: Any) -> "TypeAdapter[Any]":
 
 def convert(annotation: Any, value: object) -> Any:
     """Convert text or a JSON value to the type; "none" gives None if that is valid. Raises ValueError."""
-    # Before pydantic, which would accept the word "none" as a path or text.
+    # Check this before pydantic, which would accept the word "none" as a path or text.
     if value == "none" and NoneType in get_args(annotation):
         return None
     return _adapter(annotation).validate_python(value)

@@ -28,7 +28,7 @@ def table_in(path: str) -> dict[str, Any]:
     elif path.endswith((".yaml", ".yml")):
         table = _yaml(text)
     else:
-        # Imported here, because most commands read no file.
+        # Import it here, because most commands read no file.
         import tomllib
 
         table = tomllib.loads(text)

@@ -1,4 +1,4 @@
-"""Settings and values of earlier versions: what to type instead, and how to read old files today."""
+"""Replacements for settings and values of earlier versions, and the conversion of old files."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -7,7 +7,7 @@ Kind = Literal["flag", "variable", "key", "setting"]
 
 
 class Replacement(NamedTuple):
-    """What to use instead of a removed setting.
+    """The replacement for a removed setting.
 
     `note`: has no period at the end. `name` and `value`: the setting to use, if there is one.
     """
@@ -75,7 +75,7 @@ CHANGED_VALUES: Mapping[tuple[str, str], object] = {
     ("log_format", "auto"): "text",
     ("on_nonfinite", "raise"): "stop",
 }
-"""How to read a removed value in an old file. A value without an entry becomes None."""
+"""The current value for a removed value in an old file. A value without an entry becomes None."""
 
 
 def removed_name_message(kind: Kind, name: str, label: str | None = None) -> str | None:
@@ -125,7 +125,7 @@ def _merge_computing(old: Mapping[str, Any], new: dict[str, Any]) -> None:
     if isinstance(old.get("compile"), bool):
         new["compile"] = old.get("compile_mode", "default") if old["compile"] else None
     rank = old.get("powersgd_rank", 4)
-    # 4 was the default, which today's value leaves out.
+    # 4 was the default, which the current spelling leaves out.
     if rank != 4 and old.get("gradient_compression") == "powersgd":
         new["gradient_compression"] = f"powersgd:{rank}"
 

@@ -74,7 +74,7 @@ class Settings:
         """Return twelve hexadecimal digits that change if any setting changes."""
         import hashlib  # 10 ms that a help page does not need
 
-        # Sorted, so that moving a line in `slices` does not change the digest.
+        # Sort them, so that moving a line in `slices` does not change the digest.
         text = json.dumps(self.to_dict(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 

@@ -113,7 +113,7 @@ def help_on(topic: str, verbs: list[str]) -> str:
         return TOPICS["exit-codes"]
     if topic == "settings":
         return PRECEDENCE.format(groups=", ".join(SLICES))
-    # Before settings: `metrics` is a group and a setting, and the group's text contains the setting's.
+    # Check groups before settings: `metrics` is both, and the group's text contains the setting's.
     if topic in SLICES:
         group = [setting for setting in SETTINGS.values() if setting.slice == topic]
         return f"{SLICES[topic].__doc__}\n\n" + "\n".join(map(_about, group))

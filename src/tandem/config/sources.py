@@ -21,7 +21,7 @@ from tandem.errors import ConfigError
 
 PREFIX = "TANDEM_"
 TASK_PREFIX = "TANDEM_TASK__"
-# Read by other code, so they are not typos of a setting.
+# Other code reads these, so they are not typos of a setting.
 OTHER_VARIABLES = [
     PREFIX + name
     for name in "CONFIG LOG_LEVEL STATE_DIR JOB_SECRET JOB_SECRET_FILE REQUIRE TRIALS SCREENSHOTS".split()
@@ -105,7 +105,7 @@ def _typed(key: str, given: Given) -> object:
     # default.
     if not given.text.strip():
         bad_value(given.name, given.text, SETTINGS[key].valid)
-    # Before the conversion, whose error would not say what replaced the value.
+    # Check this before the conversion, whose error would not say what replaced the value.
     if gone := removed_value_message(given.name, key, given.text):
         raise ConfigError(gone)
     return checked(SETTINGS[key].annotation, given.name, given.text)
@@ -127,7 +127,7 @@ def dotenv_variables(path: Path | None) -> Mapping[str, str | None]:
     try:
         if path is None or not path.is_file():
             return {}
-        # Imported here, because most directories have no .env.
+        # Import it here, because most directories have no .env.
         from dotenv import dotenv_values
 
         return dotenv_values(path, interpolate=False)  # interpolation would read os.environ
@@ -142,7 +142,7 @@ def _from_variables(
 ) -> dict[str, Given]:
     """Collect tandem's variables. An empty one counts as not set: Compose creates those from `${X:-}`."""
     given: dict[str, Given] = {}
-    # Sorted, so that the same mistake is reported first each time.
+    # Sort them, so that the same mistake is reported first each time.
     for name in sorted(variables):
         if not name.startswith(PREFIX):
             continue
@@ -163,7 +163,7 @@ def _from_variables(
 
 
 def _from_file(config: Given, other_names: Collection[str]) -> tuple[dict[str, Given], tuple[str, ...]]:
-    """Return the values in the file, and messages about ignored parts; `other_names`: what else is given."""
+    """Return the values in the file, and messages about ignored parts; `other_names`: other sources' keys."""
     try:
         table = table_in(config.text)
     # RecursionError: tomllib and json recurse into nested brackets.

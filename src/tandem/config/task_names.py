@@ -22,7 +22,7 @@ VALID = f"expected {', '.join(BUILT_IN)}, PATH/FILE.py:CLASS or PACKAGE.MODULE:C
 
 
 class TaskName(NamedTuple):
-    """Where to find a task's class; without a class name, the only one there is meant."""
+    """The location of a task's class; without a class name, it is the only one there."""
 
     text: str
     location: str
@@ -34,14 +34,14 @@ class TaskName(NamedTuple):
 
 
 def is_script(name: str) -> bool:
-    """Return True if the task of a run is the name of a script, which no task's name can be."""
+    """Return True if a run's task is a script: no task can have such a name."""
     return name not in BUILT_IN and not name.endswith(".py") and ":" not in name and "." not in name
 
 
 def parsed(name: str) -> TaskName:
     """Parse a task's name. Raises ConfigError for an invalid name, and for a file that does not exist."""
     text = BUILT_IN.get(name, name)
-    # The last colon, because a path may contain one.
+    # Split at the last colon, because a path may contain one.
     location, _, class_name = text.rpartition(":") if ":" in text else (text, "", "")
     found = TaskName(text, location, class_name)
     if found.is_file and not Path(location).is_file():
@@ -72,7 +72,7 @@ def _modules(location: str) -> Iterator[Path]:
         name = ".".join(parts[:number])
         # The current directory is added last, as an import of the task would search it.
         where = [*sys.path, str(Path.cwd())] if path is None else path
-        # Not importlib.util.find_spec, which imports the parent packages, and so runs their code.
+        # Do not use importlib.util.find_spec, which imports the parent packages and so runs their code.
         found = (finder.find_spec(name, where) for finder in sys.meta_path if hasattr(finder, "find_spec"))
         if (spec := next((each for each in found if each is not None), None)) is None:
             return
@@ -83,10 +83,11 @@ def _modules(location: str) -> Iterator[Path]:
 
 
 def describe_task_code(name: str, who: str, run_dir: PurePath | None) -> str:
-    """Return a message that says which files will run, if the user did not type the task's name.
+    """Return a message about the files that will run, if the user did not type the task's name.
 
-    It is "" for a built-in task. `who`: what names the task, such as a checkpoint. Raises ConfigError if the
-    code is in `run_dir`, which may come from someone else: an archive of a run must not be able to run code.
+    It is "" for a built-in task. `who`: the source of the name, such as a checkpoint. Raises ConfigError if
+    the code is in `run_dir`, which may come from someone else: an archive of a run must not be able to run
+    code.
     """
     files = code_of(name)
     if not files:

@@ -1,4 +1,4 @@
-"""The address of a webhook: anyone who has it can post there, so its text lacks the secret part."""
+"""The address of a webhook: anyone who has it can post there, so its text hides the secret part."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""Run a step's backward passes with the exchange between ranks, and keep non-finite values out.
+"""Run a step's backward passes, exchange their results between ranks, and keep out non-finite values.
 
 docs/architecture.md#the-telemetry-parameter describes the exchange.
 """
@@ -37,7 +37,7 @@ from tandem.training.step import device_memory
 # Collect the numbers that a script logs: summed on the device, and over ranks when a log line is due.
 #
 # Ranks must sum the same names. A rank with a new name reports that in the step's exchange, and at the next
-# line all ranks exchange their names. No collective is needed until there is something to settle.
+# line all ranks exchange their names. No collective is needed until names differ.
 
 
 class LoggedValues:
@@ -49,7 +49,7 @@ class LoggedValues:
         self._agreed_names: list[str] = []
         self.has_new = False
         self.must_agree_on_names = True
-        """True before the first line, and after some rank had a new name in a step that all ranks know of."""
+        """True before the first line, and once all ranks know that some rank had a new name."""
 
     def add(self, name: str, value: Any) -> None:
         """Add a value. Never waits for the device.
@@ -111,11 +111,11 @@ def _real(name: str, value: Any) -> float:
 ASKED = "asked"
 """A pair next to the fixed slots: how many ranks have new names for the log, and want to end the run."""
 LOOKS_AT = 2
-"""How many steps of a process are checked for a second backward pass without an optimizer step."""
+"""Steps of a process that are checked for a second backward pass without an optimizer step."""
 
 
 class Backward:
-    """Run the script's backward passes, and return after each step what all ranks know."""
+    """Run the script's backward passes, and return the consensus after each step."""
 
     def __init__(self, group: ProcessGroup, strategy: Strategy, clock: Clock, policy: str) -> None:
         self._group = group
@@ -149,7 +149,7 @@ class Backward:
         self._scaled: tuple[Tensor, Tensor, Tensor] | None = None
         """(result, input, scale) of the GradScaler's last call."""
         self.is_scaled = False
-        """Whether the last loss was scaled. A GradScaler then checks the gradients itself."""
+        """Whether the last loss was scaled. The GradScaler then checks the gradients."""
         self.watch_optimizers()
 
     def watch(self, model: nn.Module) -> None:
@@ -184,7 +184,7 @@ class Backward:
         scaler.scale = scaled  # type: ignore[method-assign]
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Leave out the step if a value was not finite; on GPUs, decide that on the device.
+        """Skip the step if a value was not finite; on GPUs, decide that on the device.
 
         The host does not know the result there yet, and does not wait for it. Raises ConfigError for
         gradients that did not come from `run`.
@@ -205,7 +205,7 @@ class Backward:
         self._unused -= used
         self._optimized |= used
         self._has_stepped = True
-        # If it stayed, the next step would take it for a GradScaler's.
+        # The next step would take it for a GradScaler's.
         if getattr(optimizer, "found_inf", None) is self._found and self._found is not None:
             del optimizer.found_inf  # type: ignore[attr-defined]
 
@@ -225,8 +225,8 @@ class Backward:
 
         Raises ConfigError for gradients left from an earlier step.
         """
-        # A look copies gradients and waits for the GPU. A missing optimizer.step() shows in the second step
-        # already.
+        # This check copies gradients and waits for the GPU. A missing optimizer.step() already shows in the
+        # second step.
         looks = self._steps < LOOKS_AT and not self._is_in_parts
         before = self._first_gradients() if looks else []
         self._is_in_parts = not is_last
@@ -238,7 +238,7 @@ class Backward:
             replica.begin_backward()
         self.piggybacked.numbers = numbers
         self._clock.enter_backward(loss)
-        # A non-finite loss makes all gradients non-finite through this factor, so every rank sees it in the
+        # Through this factor, a non-finite loss makes all gradients non-finite, so every rank sees it in the
         # exchanged gradients.
         gradient = (value * 0 + weight).to(loss.dtype).reshape(loss.shape)
         self._plain.is_ours = True
@@ -268,7 +268,7 @@ class Backward:
             note_all_nonfinite(gradients, found, self._one)
         exchanged = torch.cat([means, found.reshape(1)])
         self._refuse(exchanged)
-        if self._exchanged is not None:  # by an earlier backward pass of this step, whose loss is reported
+        if self._exchanged is not None:  # an earlier backward pass of this step did, and its loss is reported
             # A flag from either pass counts.
             loss = self._exchanged[LOSS]
             exchanged = torch.maximum(self._exchanged, exchanged)
@@ -278,7 +278,7 @@ class Backward:
     def _refuse(self, exchanged: Tensor) -> None:
         """Keep optimizers from stepping if the loss or gradients are not finite.
 
-        On CPUs that is known now.
+        On CPUs, the result is known now.
         """
         skip = is_skipped(exchanged)
         if self._policy == "stop" and not self.is_scaled and not skip.is_cuda and bool(skip):
@@ -305,7 +305,7 @@ class Backward:
         return torch.where(torch.isfinite(loss.detach()), loss.detach() / scale, before)
 
     def culprit(self, step: int) -> str | None:
-        """Return which tensor was the first non-finite one in `step`.
+        """Return the name of the first non-finite tensor in `step`.
 
         Returns None on GPUs, where nothing waits for it.
         """

@@ -1,4 +1,4 @@
-"""Iterate over a run's batches: what precedes a step, what follows it, and the end of the run."""
+"""Iterate over a run's batches: do the work before and after each step, and at the end of the run."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from tandem.training.loop import LoopState, after_step
 
 
 class MicroBatches:
-    """Track which part of the batch the script is at.
+    """Track the part of the batch that the script is processing.
 
     `share` is this rank's number of samples relative to an equal share.
     """
@@ -32,7 +32,7 @@ class MicroBatches:
 
     @property
     def weight(self) -> float:
-        """The weight of the next loss, with which the mean over ranks is the mean over all samples."""
+        """The weight of the next loss, which makes the mean over ranks the mean over all samples."""
         return self.share * self._part_of_batch
 
     def of(self, batch: Any, count: int, step: int) -> Iterator[Any]:
@@ -88,7 +88,7 @@ class Batches(Iterator[Any]):
                 self._end(finished=False)
                 raise SystemExit(STOPPED)
         if loop_state.step >= planned or self.backward.ends:
-            # An iterator can be asked again after its end, but a run ends once.
+            # A script may call an iterator again after its end, but a run ends once.
             if not self.is_over:
                 self._end(finished=True)
             raise StopIteration
@@ -108,7 +108,7 @@ class Batches(Iterator[Any]):
         loop_state = self.loop_state
         consensus = self.backward.end_step()
         rate = float(self.optimizers[0].param_groups[0]["lr"]) if self.optimizers else 0.0
-        # A save contains the log's sums, which all ranks have to reduce first.
+        # A save contains the log's sums, which all ranks must reduce first.
         if "save" in loop_state.event_schedule.due(loop_state.step + 1, consensus):
             self.backward.flush()
         return after_step(loop_state, consensus, rate, is_first=loop_state.step == self.first)
@@ -116,5 +116,5 @@ class Batches(Iterator[Any]):
     def _end(self, finished: bool) -> None:
         self.is_over = True
         self.finish(finished)
-        if finished:  # otherwise the process exits, and a second Ctrl-C may still have to end it
+        if finished:  # otherwise the process exits, and a second Ctrl-C may still need to end it
             self.stop.uninstall()

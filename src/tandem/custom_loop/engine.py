@@ -50,7 +50,7 @@ class Engine:
         self.session = session = RankSession(self.settings, here.start)
         if not here.is_launched:
             session.open_log()
-        # There is nothing to save yet, and without an agent no other process could end the wait.
+        # Nothing can be saved yet, and without an agent no other process could end the wait.
         with nullcontext() if session.connection.store is not None else ended_by_stop_signals():
             session.join()
         self.world = session.world
@@ -74,7 +74,7 @@ class Engine:
         return self._batches is not None and self._batches.is_open
 
     def begin(self, state: KeptState, redistribute: Redistribute | None = None) -> None:
-        """Load the newest state, as --resume says. An error on rank 0 is raised on all ranks."""
+        """Load the newest state, as --resume specifies. An error on rank 0 is raised on all ranks."""
         with self.clock.phase("resume"):
             decision = self.world.on_first(self._decision)
             resume_point = self.session.resume(decision, own=state.per_rank, redistribute=redistribute)
@@ -109,7 +109,7 @@ class Engine:
         planned = settings.run.steps or settings.run.epochs * data.order.steps_per_epoch
         loop_state = self._loop_state(state, data, planned)
         stop = StopFlag().install()
-        # Each step reads the flag now, so a stop signal leads to a save.
+        # Each step now reads the flag, so a stop signal leads to a save.
         stop.is_polled = True
         self._watch_stop_flag(stop)
         self._batches = Batches(
@@ -136,7 +136,7 @@ class Engine:
         if batches is None:
             return code
         if not batches.is_over:
-            # A save that is still being written must not be cut off by the exit.
+            # The exit must not cut off a save that is still being written.
             self.session.saver.join_quietly()
             if code == FINISHED:
                 # Without this error, the script would exit with 0 and the platform would not resume the run.
@@ -163,7 +163,7 @@ class Engine:
         loading = world.device, None, cores_of(world.position)
         reader = BatchReader(whole, settings.run.seed, world.rank, world.size, collate, *loading)
         share = (reader.sizes or equal_shares(whole.batch_size, world.size))[world.rank]
-        # The exchange averages over ranks equally; this weights a rank by its number of samples.
+        # The exchange averages equally over ranks; this weights each rank by its number of samples.
         self.parts.share = share * world.size / whole.batch_size
         return reader
 
@@ -189,7 +189,7 @@ class Engine:
         }
         # run.stop() ended the run, so a restart must not continue it.
         planned = min(planned, first) if saved.get("ended") else planned
-        # `RunDir.decide` compares with these; the script's arguments are unknown to it.
+        # The resume decision compares with these; the script's arguments are unknown to it.
         recorded = self.settings.replace(steps=NO_END)
         session.plan(state, self._strategy, data.order, planned, recorded=recorded)
         together = nn.ModuleDict(state.modules)
@@ -248,7 +248,7 @@ class Engine:
     def _decision(self) -> ResumeDecision:
         """Return where to resume, decided once per launch.
 
-        After a restart, what this launch has saved counts, even with --resume never.
+        After a restart, the checkpoints of this launch count, even with --resume never.
         """
         if self.session.grant.restart and self.settings.checkpoint.resume == "never":
             return ResumeDecision("fresh")

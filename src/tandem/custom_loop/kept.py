@@ -60,7 +60,7 @@ class Differences:
         first = ranks[0]
         found = [name for name in first if any(rank.get(name) != first[name] for rank in ranks)]
         new = [name for name in found if name not in self._reported]
-        # On all ranks alike, so that they need no other exchange to agree on what is new.
+        # Do this on all ranks, so that they need no other exchange to agree on the new names.
         self._reported.update(new)
         if not new or not self._world.is_first:
             return
@@ -99,8 +99,8 @@ class KeptState:
     """The kept objects as a state with parts.
 
     "model": tensors of all modules, by their own names if there is one module, else as "NAME.their name".
-    "tensors": other tensors. "objects": what has a state_dict(). "numbers": numbers. The rest is what `live`
-    returns. Values in `per_rank` are in none of these; see `per_rank_state`.
+    "tensors": other tensors. "objects": objects with a state_dict(). "numbers": numbers. The rest is what
+    `live` returns. Values in `per_rank` are in none of these; see `per_rank_state`.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class KeptState:
             self._check(name, value, trained)
         self._forms = {n: form_of(v) for n, v in vars(kept).items() if kind_of(v) == TENSOR}
         self._differences = Differences(world)
-        # Fails here, rather than at the first save, if a state cannot be written.
+        # Fail here, not at the first save, if a state cannot be written.
         flatten({**self.full_state(), PER_RANK: self.per_rank_state()})
 
     @property
@@ -165,7 +165,7 @@ class KeptState:
         return self.full_state()
 
     def per_rank_state(self) -> dict[str, Any]:
-        """Return what this rank keeps for itself, by name. Exchanges nothing."""
+        """Return this rank's own values, by name. Exchanges nothing."""
         found = dict[str, Any]()
         for name in self.per_rank:
             value = getattr(self._kept, name)
@@ -188,7 +188,7 @@ class KeptState:
         return {"groups": groups, PER_RANK: [deserialize(part)[PER_RANK] for part in parts]}
 
     def _comparable(self) -> dict[str, Any]:
-        """Return what should be equal on all ranks and is not covered by the replica checks, by name."""
+        """Return, by name, the values that should be equal on all ranks and that no replica check covers."""
         values = {
             **self._of(NUMBER),
             **{name: self._tensor(name, value) for name, value in self._of(TENSOR).items()},
@@ -222,7 +222,7 @@ class KeptState:
         )
 
     def rank_0_indices(self, state: Mapping[str, Any]) -> frozenset[int]:
-        """Return the indices, in the flattened state, of tensors whose values are taken from rank 0 alone.
+        """Return the indices, in the flattened state, of tensors whose values are taken only from rank 0.
 
         These are buffers and untrained parameters.
         """
@@ -282,7 +282,7 @@ class KeptState:
         else:
             try:
                 restore(value, saved)
-            # Any class may have written the load_state_dict that is called here.
+            # Any class may define the load_state_dict that is called here.
             except (ValueError, KeyError, RuntimeError) as error:
                 raise ConfigError(
                     f"the checkpoint's {name} does not match ({error}); use another --run-dir, "

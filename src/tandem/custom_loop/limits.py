@@ -1,4 +1,4 @@
-"""Reject what a custom loop does not support, and say what to do instead."""
+"""Reject settings and objects that a custom loop does not support, with what to do instead."""
 
 import logging
 import sys
@@ -18,7 +18,7 @@ log = logging.getLogger("tandem.run")
 
 
 def check_settings(settings: Settings) -> None:
-    """Raise ConfigError for settings of things that a custom loop does itself."""
+    """Raise ConfigError for settings of work that a custom loop does itself."""
     compute = settings.compute
     if compute.strategy not in ("ddp", "single"):
         raise ConfigError(
@@ -46,7 +46,7 @@ def check_settings(settings: Settings) -> None:
 def check_batch_size(batch_size: int, saved: Any) -> None:
     """Raise ConfigError if the batch size has changed.
 
-    The position in the data is a step, which means the same samples only with the same batch size.
+    The position in the data is a step, which refers to the same samples only with the same batch size.
     """
     before = batch_size if saved is None else saved.get("batch_size", batch_size)
     if before != batch_size:
@@ -103,7 +103,7 @@ class PlainBackward:
         self._handles = dict[int, Any]()
         self._reached = set[int]()
         self._plain = set[int]()
-        self._location = ""  # where in the script the last plain backward pass was
+        self._location = ""  # the line of the last plain backward pass in the script
         self._is_used = self._has_warned = False
         """Whether this step used or made gradients without `run.backward`; whether that was logged once."""
 
@@ -121,7 +121,8 @@ class PlainBackward:
             self._plain.discard(id(parameter))
             return
         self._is_used = True
-        # The first parameter of the pass shows the line; a walk through the frames for each would take time.
+        # Only the first parameter of the pass looks up the line; a walk through the frames for each would
+        # take time.
         if not self._plain:
             self._location = _location_in_script()
         self._plain.add(id(parameter))

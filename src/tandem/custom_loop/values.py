@@ -54,7 +54,7 @@ def converted(value: Any) -> Any:
 
 
 def assigned(name: str, before: Any, value: Any) -> Any:
-    """Return `value` as the new value of what was kept as `name`.
+    """Return `value` as the new value of the kept name `name`.
 
     Raises ConfigError if its kind, dtype or shape differs from the previous value's.
     """
@@ -99,7 +99,7 @@ def tensor_in(value: Any) -> Tensor:
 def put(value: Any, saved: Tensor) -> None:
     """Copy `saved` into a kept tensor or array, in place."""
     if isinstance(value, Tensor):
-        # torch refuses to change a leaf that requires gradients in place while it records them.
+        # While torch records gradients, it refuses to change a leaf that requires them in place.
         with torch.no_grad():
             value.copy_(saved)
     else:

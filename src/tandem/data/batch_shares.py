@@ -1,6 +1,7 @@
 """Divide a global batch among the ranks: whole samples in proportion to weights, pure arithmetic.
 
-The order and contents of a global batch do not depend on it, and every sample goes to exactly one rank.
+The order and contents of a global batch do not depend on the shares, and each sample goes to exactly one
+rank.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ def apportion(total: int, weights: Sequence[float], at_least: int = 1) -> tuple[
     """Divide `total` samples in proportion to `weights` (> 0), by the largest remainder method.
 
     Among equals, the first gets more. Every share is at least `at_least`; a share that would be smaller is
-    exactly that. There must be enough samples for it.
+    exactly that. `total` must be large enough.
     """
     assert total >= at_least * len(weights), (total, weights, at_least)
     exact = [Fraction(weight) for weight in weights]  # floats could confuse two different weights
@@ -62,7 +63,7 @@ def fits(sizes: Sequence[int], micro_batch_size: int | None) -> bool:
 def halved(sizes: Sequence[int], micro_batch_size: int | None, at_least: int = 1) -> tuple[int, int | None]:
     """Return (the largest micro-batch of these shares, the next smaller one), in samples; it is about half.
 
-    It is None if no smaller size leaves each micro-batch `at_least` samples.
+    The second is None if no smaller size leaves each micro-batch `at_least` samples.
     """
     largest = max(sizes)
     parts = min(-(-largest // (micro_batch_size or largest)), min(sizes))
@@ -105,7 +106,7 @@ def slice_of(sizes: Sequence[int], rank: int, contiguous: bool = False) -> slice
     total = sum(sizes)
     ranks = len(sizes)
     if not contiguous and tuple(sizes) == equal_shares(total, ranks):
-        # As in versions without uneven shares, so that older runs resume to the same bits.
+        # Versions without uneven shares did the same, so older runs resume to the same bits.
         return slice(rank, None, ranks)
     begin = sum(sizes[:rank])
     return slice(begin, begin + sizes[rank])

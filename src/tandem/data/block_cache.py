@@ -1,4 +1,4 @@
-"""The folder in which the ranks of a node keep blocks from object stores, within a limit of bytes.
+"""The folder in which the ranks of a node keep blocks from object stores, up to a number of bytes.
 
 Many processes use it at once, and each may be killed at any moment. A block is written under another name
 and then renamed, so a file with its final name is complete. All locks belong to open files (F_OFD_SETLK), so
@@ -25,20 +25,20 @@ from tandem.errors import ConfigError
 
 LOCKS = "locks"
 PART = ".part"
-"""The end of the name of a block that is being written."""
+"""Suffix of a block's file while it is being written."""
 PAGE = 4096
 """File systems store whole pages."""
 ACCOUNT = 0
 """The byte whose lock protects the number of bytes in the folder."""
 WRITING = 2**60
 READING = 2**61
-"""Where the locks of blocks that are written and read begin; a lock needs no byte that exists."""
+"""Offsets at which the locks of written and of read blocks begin; a lock needs no existing byte."""
 _LOCK = struct.Struct("hhqqi4x")
 _TOTAL = struct.Struct("20s")
 _LIMIT = struct.Struct("20s")
-"""Behind the total: the limit of the process that opened the folder last, for people who look at it."""
+"""After the total: the limit of the process that last opened the folder, for people who look at it."""
 SPARE = 16
-"""An eviction frees this part of the limit at once, because it lists the folder."""
+"""An eviction lists the folder, so it frees 1/SPARE of the limit at once."""
 
 
 class _Entry(NamedTuple):
@@ -49,7 +49,7 @@ class _Entry(NamedTuple):
 
 
 class BlockCache:
-    """The blocks in `folder`, which never take more than `limit` bytes. Thread-safe.
+    """The blocks in `folder`, which take at most `limit` bytes. Thread-safe.
 
     Raises ConfigError if the folder cannot be used.
     """
@@ -61,7 +61,7 @@ class BlockCache:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if folder.stat().st_uid != os.getuid():
                 raise ConfigError(f"the block cache {folder} belongs to another user; use another cache_dir")
-            # Separate open files, because an open file never conflicts with its own locks.
+            # These are separate open files, because an open file never conflicts with its own locks.
             self._account = self._opened()
             self._readings = self._opened()
         except OSError as error:
@@ -77,7 +77,7 @@ class BlockCache:
         return os.open(self.folder / LOCKS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def path(self, block: StoredBlock) -> Path:
-        """Return the file of a block, whether it is there or not."""
+        """Return the file of a block, whether it exists or not."""
         return self.folder / name_of(block)
 
     def used(self) -> int:
@@ -86,7 +86,7 @@ class BlockCache:
 
     @contextmanager
     def writing(self, block: StoredBlock) -> Iterator[None]:
-        """Hold the lock of a block; wait until no other process or thread has it."""
+        """Hold the lock of a block; first wait until no other process or thread has it."""
         descriptor = self._opened()
         try:
             _lock(descriptor, fcntl.F_WRLCK, WRITING + _place(name_of(block)), wait=True)
@@ -95,9 +95,9 @@ class BlockCache:
             os.close(descriptor)
 
     def keep(self, block: StoredBlock) -> None:
-        """Protect a block from eviction until `release`, whether it is there yet or not."""
+        """Protect a block from eviction until `release`, whether it exists yet or not."""
         _lock(self._readings, fcntl.F_RDLCK, READING + _place(name_of(block)))
-        # Other processes see the order in which blocks are needed.
+        # Update the time of last use: it shows other processes the order in which blocks are needed.
         with suppress(OSError):
             os.utime(self.path(block))
 
@@ -114,7 +114,7 @@ class BlockCache:
         part = self.path(block).with_suffix(PART)
         size = _stored(block.length)
         with self._accounting():
-            self._remove(part)  # of a process that was killed
+            self._remove(part)  # left by a killed process
             if not self._fits(size) and not self._evict(size, urgent):
                 return None
             self._set_total(self.used() + size)
@@ -130,7 +130,7 @@ class BlockCache:
 
     def commit(self, part: Path, block: StoredBlock) -> None:
         """Give a complete block its final name."""
-        # A file that is renamed while another process lists the folder could be missing from its sum.
+        # Without the lock, another process that lists the folder could miss a file while it is renamed.
         with self._accounting():
             os.rename(part, self.path(block))
 
@@ -142,7 +142,7 @@ class BlockCache:
     def _allocate(self, part: Path, length: int) -> None:
         descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            # A file that grew later would not count until then, and the volume might be full by then.
+            # If the file grew later, its bytes would not count until then, and the volume might be full.
             os.posix_fallocate(descriptor, 0, length)
         finally:
             os.close(descriptor)
@@ -193,7 +193,7 @@ class BlockCache:
                 needed.append(entry)
             else:
                 total -= self._remove(self.folder / entry.name)
-        # A rank waits for this block, and all others wait for the rank.
+        # A rank waits for this block, and all other ranks wait for that rank.
         for entry in needed if urgent else ():
             if total + size <= self.limit:
                 break
@@ -232,7 +232,7 @@ class BlockCache:
 
 
 class CacheContents(NamedTuple):
-    """What a cache has: blocks, their bytes on the disk, and its limit, if a process has left one."""
+    """The contents of a cache: blocks, their bytes on disk, and its limit if a process has recorded one."""
 
     blocks: int
     size: int
@@ -240,7 +240,7 @@ class CacheContents(NamedTuple):
 
 
 def contents(folder: Path) -> CacheContents:
-    """Return what the cache in a folder has, without a change to it. Raises OSError if it is not readable."""
+    """Return the contents of the cache in a folder, unchanged. Raises OSError if it is not readable."""
     sizes = []
     for entry in os.scandir(folder):
         if entry.name != LOCKS:
@@ -262,7 +262,7 @@ def _lock(descriptor: int, kind: int, start: int, wait: bool = False) -> None:
 
 
 def name_of(block: StoredBlock) -> str:
-    """Return the name of a block's file, which is another one if the contents differ."""
+    """Return the name of a block's file, which changes with the contents."""
     text = f"{block.address} {block.offset} {block.length} {block.crc32}"
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:40]
 

@@ -2,8 +2,8 @@
 
 `tar_blocks` starts it in each rank that reads from object stores. The rank and its loader processes write
 lines to its standard input: the blocks that are read next, and the blocks that a reader waits for. Readers
-find the blocks as files of the cache. They share the process's counters and its last error as memory, and its
-standard output ends with it. The process imports no torch and ends with its rank.
+find the blocks as files of the cache. Its counters and its last error are in shared memory, and its standard
+output closes when it ends. The process imports no torch and ends with its rank.
 """
 
 import json
@@ -43,14 +43,14 @@ from tandem.timeouts import (
 )
 
 THREADS = 16
-"""Requests at once. With 30 ms per request and blocks of 1 MB, they fetch 500 MB/s."""
+"""Concurrent requests. With 30 ms per request and blocks of 1 MB, they fetch 500 MB/s."""
 WRONG_ANSWERS = 3
-"""A block whose CRC-32 is wrong is requested so many times in all."""
+"""Total number of requests for a block whose CRC-32 is wrong."""
 PIPE_BUF = select.PIPE_BUF
 """Writes up to this size to a pipe are never mixed with those of other processes."""
 
 PACKAGES = Path(__file__).resolve().parents[2]
-# The current folder is not searched, where a user's file may have the name of a module of Python.
+# The current folder is not searched, because a user's file there may have the name of a Python module.
 _PROGRAM = """
 import sys
 packages, *arguments = sys.argv[1:]
@@ -61,11 +61,11 @@ main(arguments)
 """
 
 Order = Literal["next", "more", "need"]
-"""What a line requests: replace the list of blocks to read next, add to it, or fetch blocks that a reader
+"""The request in a line: replace the list of blocks to read next, add to it, or fetch blocks that a reader
 waits for."""
 
 
-# What the processes of a rank share.
+# State that the processes of a rank share.
 
 OK = "ok"
 DAMAGED = "damaged"
@@ -73,7 +73,7 @@ OUTCOMES = (OK, RETRIED, GAVE_UP, DAMAGED)
 """The outcomes of a request: it succeeded; it was repeated; it failed for good; the CRC-32 was wrong."""
 _COUNTERS = (*OUTCOMES, "bytes", "hits", "ahead", "cached")
 READERS = 64
-"""Readers have two counters each, because two processes cannot safely add to one."""
+"""Each reader has two counters, because two processes cannot safely add to the same one."""
 _NUMBER = struct.Struct("q")
 _WAITED = len(_COUNTERS)
 _NEEDED = _WAITED + READERS
@@ -83,10 +83,11 @@ _SIZE = 2 * mmap.PAGESIZE
 
 
 class SharedStatus:
-    """Counters of a fetching process, and the error that ended its work; in memory without a name.
+    """Counters of a fetching process, and the error that ended its work, in anonymous memory.
 
-    Counters: those of OUTCOMES are requests, `bytes` came in complete answers, and `cached` are in the cache.
-    `hits` are blocks that were in the cache when they were first listed, `ahead` those listed and there now.
+    Counters: OUTCOMES count requests, `bytes` arrived in complete answers, and `cached` are in the cache.
+    `hits` are blocks that were in the cache when first listed, `ahead` those that are listed and in the cache
+    now.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
@@ -126,7 +127,7 @@ class SharedStatus:
         """Store the error that ended the work; the first one counts."""
         if self._memory[_ERROR_START + 1] or self._memory[_ERROR_START]:
             return
-        # Leaves the marker for last, because readers look at any time.
+        # Write the marker last, because readers may look at any time.
         raw = text.encode(errors="replace")[: mmap.PAGESIZE]
         start = _ERROR_START + _ERROR.size
         self._memory[start : start + len(raw)] = raw
@@ -148,7 +149,7 @@ class SharedStatus:
         _NUMBER.pack_into(self._memory, place * _NUMBER.size, value)
 
 
-# The rank's end.
+# The rank's side.
 
 
 class BlockFetcher:
@@ -174,18 +175,18 @@ class BlockFetcher:
 
     @property
     def pid(self) -> int:
-        """The fetching process."""
+        """The ID of the fetching process."""
         return self._process.pid
 
     def read_next(self, blocks: tuple[int, ...], stored: Sequence[StoredBlock]) -> None:
-        """List the blocks that are read next, by their numbers in `stored`; replaces the last list."""
+        """Set the blocks that are read next, by their numbers in `stored`; replaces the last list."""
         self.status.raise_failure()
         if blocks != self._listed:
             self._listed = blocks
             self._send("next", (stored[number] for number in blocks))
 
     def wait_for(self, block: StoredBlock, reader: int = 0) -> Path:
-        """Return the file of a block once it is there.
+        """Return the file of a block once it is in the cache.
 
         `reader`: a number of this process among those that read from the cache. Raises the errors of
         `RangeReader.read`, and DataUnavailableError if the fetching process is gone or does not answer.
@@ -222,7 +223,7 @@ class BlockFetcher:
                     raise DataUnavailableError(
                         f"the process that fetches blocks has ended; {block} is missing"
                     )
-            # Another process of the node may use up its own deadline for this block first.
+            # Another process of the node may first use up its own deadline for this block.
             if waited > 2 * self._deadline + BLOCK_AGAIN_SECONDS:
                 raise DataUnavailableError(f"{block}: not in the cache after {waited:.0f} s")
             time.sleep(pause)
@@ -246,7 +247,7 @@ class BlockFetcher:
 
 
 def _lines(order: Order, blocks: Iterable[StoredBlock]) -> Iterator[bytes]:
-    """Return lines of at most PIPE_BUF bytes; an order without blocks is a line, too."""
+    """Return lines of at most PIPE_BUF bytes; an order without blocks is also a line."""
     parts: list[bytes] = []
     size = 0
     for block in blocks:
@@ -265,11 +266,11 @@ def _line(order: Order, parts: list[bytes]) -> bytes:
     return f'["{order}", ['.encode() + b", ".join(parts) + b"]]\n"
 
 
-# The process.
+# The fetching process.
 
 
 class _Work:
-    """The blocks that the threads of this process fetch, and in which order."""
+    """The blocks that the threads of this process fetch, and their order."""
 
     def __init__(self, cache: BlockCache, status: SharedStatus, deadline: float) -> None:
         self._cache = cache
@@ -283,7 +284,7 @@ class _Work:
         self._busy: set[str] = set()
         self._failed = False
         self._full_until = 0.0
-        """While the cache is full, one thread at a time looks for room, because it lists the folder."""
+        """While the cache is full, only one thread at a time looks for room, because it lists the folder."""
 
     def take(self, order: Order, blocks: list[StoredBlock]) -> None:
         """Carry out one order from the pipe."""
@@ -304,7 +305,7 @@ class _Work:
             if name in self._next:
                 continue
             self._next[name] = block
-            # Protected first: what is there then stays.
+            # Protect blocks first, so that those already in the cache stay.
             self._cache.keep(block)
             if self._cache.path(block).exists():
                 self._status.add("hits")
@@ -336,7 +337,7 @@ class _Work:
                 self._changed.wait(BLOCK_ROOM_SECONDS if is_full else None)
 
     def _first(self) -> tuple[StoredBlock, bool] | None:
-        """Return the block to fetch first, and whether a reader waits for it; None if there is nothing."""
+        """Return the block to fetch first, and whether a reader waits for it; None if there is none."""
         while self._needed:
             block = self._needed.popleft()
             if name_of(block) not in self._busy:
@@ -352,7 +353,7 @@ class _Work:
         return self._missing[name], False
 
     def _fetch(self, block: StoredBlock, urgent: bool) -> bool:
-        """Put a block into the cache unless it is there; return False if there is no room now."""
+        """Put a block into the cache unless it is there already; return False if there is no room now."""
         cache = self._cache
         with cache.writing(block):
             path = cache.path(block)

@@ -1,12 +1,12 @@
-"""The order of samples that are stored in blocks: each once per epoch, from few blocks at a time.
+"""The order of samples that are stored in blocks: each once per epoch, read from few blocks at a time.
 
 In each epoch, the blocks are permuted and laid end to end. The line is cut into lanes of equal length, which
-are read in parallel: each global batch has as many samples from every lane. In a lane, samples are shuffled
-within windows of a few blocks. A batch is ordered by lanes: a rank with a contiguous share of it reads few
-lanes, and a node only their blocks.
+are read in parallel: each global batch has equally many samples from every lane. In a lane, samples are
+shuffled within windows of a few blocks. A batch is ordered by lanes: a rank with a contiguous share of it
+reads few lanes, and a node only their blocks.
 
-All of it is a function of (seed, epoch, position). The memory is proportional to the number of blocks: at
-most 60 bytes for each.
+The whole order is a function of (seed, epoch, position). The memory is proportional to the number of blocks:
+at most 60 bytes for each.
 """
 
 import hashlib
@@ -25,13 +25,13 @@ LANES = 64
 WINDOW = 4
 """Blocks that are shuffled together in a lane, so up to 256 blocks are mixed in all."""
 FEW_LANES = 16
-"""With fewer lanes, the classes of a sorted dataset show in the batches (docs/large-datasets.md)."""
+"""With fewer lanes, batches show the classes of a sorted dataset (docs/large-datasets.md)."""
 BLOCKS = "blocks"
 BLOCK_KEY = 4  # the last part of a seed for the order of blocks
-WINDOW_KEY = 5  # and of one for the order within windows
+WINDOW_KEY = 5  # the same, for the order within windows
 ROUND_KEY = 6
 WINDOW_ROUNDS = 8
-"""Even. Windows may be smaller than 100 samples, where six rounds are uneven."""
+"""An even number. Windows may be smaller than 100 samples, for which six rounds are uneven."""
 
 
 VALID_SIZES = "return the number of samples of each block, in order: integers >= 1"
@@ -75,7 +75,7 @@ class _Layout(NamedTuple):
 
 
 class BlockOrder(GlobalOrder):
-    """Each sample once per epoch, in global batches of the samples of few blocks.
+    """Each sample once per epoch, in global batches of samples from few blocks.
 
     `sizes`: the number of samples of each block, in order. Raises ValueError as `checked_sizes`.
     """
@@ -103,7 +103,7 @@ class BlockOrder(GlobalOrder):
         return f"{text}; samples mix better with --batch-size a multiple of {LANES} or of {FEW_LANES}", True
 
     def open_blocks(self, positions: slice) -> int:
-        """Return how many blocks the samples at `positions` of a batch come from, at a time."""
+        """Return how many blocks are read at a time for the samples at `positions` of a batch."""
         # A batch may end one window and begin the next, but lanes rarely do so together.
         return len(self._lanes_at(positions)) * (WINDOW + 1)
 
@@ -132,7 +132,7 @@ class BlockOrder(GlobalOrder):
         ends = starts + stop * self.share_of_lane
         windows = _ranges(_found(layout.borders, begins) - 1, _found(layout.borders, ends - 1))
         lanes = layout.borders[windows] // self._lane_size
-        # A window that is open already comes first.
+        # A window that is already open comes first.
         since = numpy.maximum(layout.borders[windows] - lanes * self._lane_size, first * self.share_of_lane)
         windows = windows[since.argsort(kind="stable")]
         from_block = _found(layout.ends, layout.borders[windows])
@@ -158,7 +158,7 @@ class BlockOrder(GlobalOrder):
 
     def _layout(self, epoch: int) -> _Layout:
         if epoch not in self._layouts:
-            # Reading ahead needs the next epoch while this one is in use.
+            # Reading ahead needs the next epoch while the current one is in use.
             self._layouts = {key: each for key, each in self._layouts.items() if abs(key - epoch) == 1}
             self._layouts[epoch] = self._laid_out(epoch)
         return self._layouts[epoch]
@@ -196,9 +196,9 @@ def _ranges(starts: Numbers, stops: Numbers) -> Numbers:
 
 
 def _permuted(places: Numbers, sizes: Numbers, keys: Numbers, rounds: Sequence[int]) -> Numbers:
-    """Return where each place in range(size) goes in the permutation with its key; all in the same shape.
+    """Return the permuted position of each place in range(size), with its key; all in the same shape.
 
-    It depends on no other element. The network is that of `sampler.Permutation`, with a key for each element.
+    No element depends on another. The network is that of `sampler.Permutation`, with a key for each element.
     """
     flat_places = places.reshape(-1).astype(numpy.uint64)
     flat_sizes = sizes.reshape(-1).astype(numpy.uint64)
@@ -215,7 +215,7 @@ def _permuted(places: Numbers, sizes: Numbers, keys: Numbers, rounds: Sequence[i
 
 
 def network(values: Numbers, keys: Numbers, bits: int, rounds: Sequence[int]) -> Numbers:
-    """Permute numbers of a few bits, uint64, by the key of each; an even number of rounds."""
+    """Permute numbers of a few bits, uint64, each by its key; needs an even number of rounds."""
     high, low = bits // 2, bits - bits // 2
     left, right = halves(values, low)
     for number in rounds:
@@ -225,7 +225,7 @@ def network(values: Numbers, keys: Numbers, bits: int, rounds: Sequence[int]) ->
 
 
 AHEAD = 64
-"""Announce blocks this number of steps before they are needed, up to twice as many."""
+"""Steps from the announcement of a block to its use: at least this many, at most twice as many."""
 
 
 class ReadAhead:
@@ -240,7 +240,7 @@ class ReadAhead:
         self._last: set[int] = set()
 
     def __call__(self, step: int) -> None:
-        """Announce what is new up to 2 * AHEAD steps from `step`."""
+        """Announce new blocks up to 2 * AHEAD steps from `step`."""
         if self._announced - step >= AHEAD or self._announced >= self._stop:
             return
         until = min(step + 2 * AHEAD, self._stop)

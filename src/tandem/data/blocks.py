@@ -1,7 +1,7 @@
 """Data in blocks: a class that reads samples of many stored blocks, such as shards, row groups or ranges.
 
-A block is a range of samples that is cheap to read together. The order of an epoch keeps the samples of a
-block near each other (`block_order.py`), so that a rank reads few blocks at a time.
+A block is a range of samples that is cheap to read together. The order of an epoch keeps a block's samples
+close together (`block_order.py`), so a rank reads few blocks at a time.
 
 A source may also have `hold(blocks, processes)`. It is called once, before training, with the number of
 blocks that a rank reads at a time, and the number of processes that read them. It may reserve memory or disk,
@@ -32,14 +32,14 @@ class BlockSource(Protocol):
         ...
 
     def will_need(self, blocks: Sequence[int]) -> None:
-        """Expect reads from these blocks soon, in this order. It may start to fetch them, or do nothing."""
+        """Expect reads from these blocks soon, in this order; may start to fetch them, or do nothing."""
         ...
 
 
 BLOCK_SAMPLES = 1000
 """Samples of a block, for data in which any range can be read."""
 ADVISED_BYTES = 2**28
-"""At most this much is requested from the kernel at a time, so that the request itself is fast."""
+"""Limit for a request to the kernel, so that the request itself is fast."""
 
 
 def range_sizes(samples: int, block_samples: int) -> list[int]:
@@ -55,6 +55,6 @@ def read_ahead(parts: Iterable[tuple[Path, int, int]]) -> None:
         if left <= 0:
             return
         left -= size
-        # A file that cannot be read is reported when its samples are.
+        # A file that cannot be read is reported when its samples are read.
         with suppress(OSError), path.open("rb") as file:
             os.posix_fadvise(file.fileno(), start, size, os.POSIX_FADV_WILLNEED)

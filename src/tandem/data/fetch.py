@@ -1,6 +1,6 @@
 """Fetch a batch from a map-style dataset: all at once if the result is the same, else sample by sample.
 
-The result depends only on (seed, epoch, indices), in any process. Each sample is created with generators
+In any process, the result depends only on (seed, epoch, indices). Each sample is created with generators
 seeded for (seed, epoch, index), so it is the same in every batch that contains it. Code that draws random
 numbers for a whole batch (a collate function, a batch-wise `__getitems__`) gets generators seeded for the
 first sample of the batch.
@@ -80,7 +80,7 @@ class WithStepContext:
         return self.at(self._moment.step, self._moment.epoch, *given)
 
     def at(self, step: int, epoch: int, *given: Any) -> Any:
-        """Call the method for the given step, because batches are prepared before their step begins."""
+        """Call the method for a given step: batches are prepared before their step begins."""
         values = dict(zip(NAMES, (step, epoch), strict=True))
         return self.method(*given, **{name: values[name] for name in self._names})
 
@@ -114,7 +114,7 @@ def is_stream(dataset: Any) -> bool:
 
 
 def whole_fetch(dataset: Any, collate: Collate | None = None, augment: bool = False) -> Fetch | None:
-    """Return a function that fetches a whole batch at once; None if the dataset needs sample by sample.
+    """Return a function that fetches a whole batch at once; None if samples must be read one by one.
 
     It exists for a dataset that returns finished batches (by `augmented` with `augment`, else by
     `__getitems__`). It also exists for one that only selects rows of tensors that default_collate would
@@ -147,7 +147,7 @@ def returns_batches(dataset: Any) -> bool:
     # The trial below needs a sample.
     if isinstance(dataset, StackDataset) or not hasattr(dataset, "__getitems__") or len(dataset) == 0:
         return False
-    # The trial call may draw, and must not change what the run draws later.
+    # The trial call may draw random numbers, and must not change what the run draws later.
     with KeptGenerators():
         seed_host_generators(0)
         return not isinstance(dataset.__getitems__([0]), list)
@@ -156,10 +156,10 @@ def returns_batches(dataset: Any) -> bool:
 class SampleFetcher(Dataset[Batch]):
     """Batches by key, assembled from single samples without changing the global generators.
 
-    Seeding three generators takes longer than creating many a sample. Therefore only the generators from
-    which this dataset is known to draw are seeded for each sample. After each batch, the others are checked:
-    one whose state has changed was used, and so was one whose seed or state was read. The batch is then
-    created again, so the result does not depend on when this was found.
+    Seeding three generators often takes longer than creating a sample. Therefore only generators that this
+    dataset is known to use are seeded for each sample. After each batch, the others are checked: one whose
+    state has changed was used, and so was one whose seed or state was read. The batch is then created again,
+    so the result does not depend on when this was found.
 
     A `__getitems__` that lists samples is used as long as it draws no random numbers. Otherwise they would
     depend on which samples are fetched together, and so on the number of ranks.
@@ -187,7 +187,8 @@ class SampleFetcher(Dataset[Batch]):
         of_epoch = derive_seed(self.seed, epoch)
         with KeptGenerators() as generators:
             samples = None
-            # At most a few rounds: each failed one adds a generator to `_seeded`, and there are three.
+            # This takes a few rounds at most: each failed one adds a generator to `_seeded`, and there are
+            # three.
             while samples is None:
                 samples = self._samples(indices, of_epoch, generators)
             # default_collate never draws, so it needs no seeds.

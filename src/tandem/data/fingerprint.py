@@ -1,8 +1,7 @@
-"""Check that a training set is the one of the checkpoint, by its length, a few samples and its order.
+"""Check that a training set is the checkpoint's, by its length, a few samples and its order.
 
-The position in the data is a step. With another dataset, the step would mean other samples, and nothing else
-would reveal it. Only cheap values that draw no random numbers are compared: rows of tensors, file names and
-labels.
+The position in the data is a step. With another dataset, the step would silently mean other samples. Only
+cheap values that draw no random numbers are compared: rows of tensors, file names and labels.
 """
 
 import math
@@ -21,7 +20,7 @@ from tandem.data.token_files import TokenWindows
 
 PROBED_SAMPLES = 8
 ELEMENTS = 4096
-"""At most this many elements of a row."""
+"""Limit for the elements of a row."""
 CLOSE = 1e-3
 """Relative tolerance: the same data computed on another machine may differ in the last bits."""
 
@@ -51,7 +50,7 @@ def data_facts(dataset: Any, order: GlobalOrder) -> dict[str, Any]:
 
 
 def changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describe how a training set differs from the one of a checkpoint; "" if no difference is known."""
+    """Describe how a training set differs from a checkpoint's; "" if no difference is known."""
     was = saved.get("samples")
     count = now.get("samples")
     if isinstance(was, int) and isinstance(count, int) and was != count:

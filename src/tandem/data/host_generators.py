@@ -1,4 +1,4 @@
-"""The CPU's global generators, of torch, `random` and NumPy: whether a piece of code has used them.
+"""Detect whether code has used the CPU's global generators, of torch, `random` and NumPy.
 
 Copying all three states with their own functions takes 130 us, as long as loading a batch of small samples.
 The states of `random` and NumPy are therefore read from memory, in 1 us. They are never written there.
@@ -24,7 +24,7 @@ class HostGenerator(NamedTuple):
     seed: Callable[[int], object]
     state: Callable[[], Any]
     has: Callable[[Any], bool]
-    """Whether the generator is in a state."""
+    """Whether the generator is in a given state."""
     restore: Callable[[Any], object]
 
 
@@ -52,7 +52,7 @@ def _as_python_has_it(state: tuple[bytes, Any]) -> tuple[Any, ...]:
 
 
 def _reads_memory() -> bool:
-    """Return True if this interpreter stores the state of `random` as CPython does up to now."""
+    """Return True if this interpreter stores the state of `random` as known CPython versions do."""
     if sys.implementation.name != "cpython" or type(_python).__basicsize__ < _MT19937.size:
         return False
     return _as_python_has_it(_state_in_memory()) == random.getstate()
@@ -94,7 +94,7 @@ HOST_GENERATORS = (TORCH, PYTHON, NUMPY)
 class KeptGenerators:
     """Restores the CPU's global generators at the end of a block. Must not be nested.
 
-    The only loss is the second half of a pair of NumPy's normal numbers of which one was drawn.
+    The only loss: if one of a pair of NumPy's normal numbers was drawn, the second is lost.
     """
 
     def __enter__(self) -> Self:
@@ -131,7 +131,7 @@ READS = ("initial_seed", "get_state", "clone_state", "getstate")
 
 
 class _Watched:
-    """Stands for torch's generator in torch.random: all functions there use it, by whatever name."""
+    """Replaces torch's generator in torch.random: all functions there use it, under any name."""
 
     def __init__(self, seen: set[HostGenerator]) -> None:
         self._seen = seen
@@ -144,8 +144,8 @@ class _Watched:
 class NotedReads:
     """Adds a generator to `seen` when its seed or state is read in the block, with a function of a module.
 
-    These are torch.initial_seed, torch.get_rng_state, random.getstate, numpy.random.get_state, and what uses
-    them, such as torch.random.fork_rng. As with KeptGenerators, one block at a time.
+    These are torch.initial_seed, torch.get_rng_state, random.getstate, numpy.random.get_state, and functions
+    that use them, such as torch.random.fork_rng. As with KeptGenerators, one block at a time.
     """
 
     def __init__(self) -> None:
@@ -172,11 +172,11 @@ class NotedReads:
 
 
 class AllNotedReads(NotedReads):
-    """Notes the methods of the generators as well. Loading takes about twice as long."""
+    """Also notes calls of the generators' methods. Loading takes about twice as long."""
 
     def __enter__(self) -> None:
         super().__enter__()
-        # A profiler that is at work would be ended.
+        # A running profiler would be ended.
         self._profiles = sys.getprofile() is None
         if self._profiles:
             sys.setprofile(self._look)

@@ -44,7 +44,7 @@ class MappedData:
             collate=reader.collate,
             device=reader.device,
         )
-        # One iterator serves all steps, so loader processes prepare batches of later steps, too.
+        # One iterator serves all steps, so loader processes can prepare batches of later steps.
         return (list(islice(batches, cut.micro_steps(step))) for step in range(start, stop))
 
     def state(self) -> Mapping[str, Any]:
@@ -57,7 +57,7 @@ class MappedData:
 # Data in parts, one per rank and of any length: files per rank, or a dataset that shards itself.
 #
 # Such a dataset has a method `of_rank(rank, world_size)`, which returns a new iterable of that rank's samples
-# at each call. A rank whose part has ended contributes no samples to the remaining steps. All ranks know all
+# on each call. A rank whose part has ended contributes no samples to the remaining steps. All ranks know all
 # lengths from the start, so a step needs no communication, and the epoch ends on all ranks with the longest
 # part.
 
@@ -210,7 +210,7 @@ class StreamedData:
                     self._open(epoch, indices.start)
                 samples = [self._next(epoch, index) for index in indices]
                 batches = self._share(step, indices, samples, cut.positions, cut.micro_sizes(step))
-            # The block above has ended: the step that runs now must find the generators as they were.
+            # The block above has ended, because the step that runs now must find the generators as they were.
             yield [moved(batch, self._reader.device) for batch in batches]
 
     def state(self) -> Mapping[str, Any]:
@@ -222,7 +222,7 @@ class StreamedData:
 
     def _open(self, epoch: int, index: int) -> None:
         """Start `epoch` at sample number `index`."""
-        # A saved state belongs to the middle of its epoch. The next epoch begins without it.
+        # A saved state belongs to the middle of its epoch, so the next epoch begins without it.
         saved = self._saved if index else {}
         self._saved = {}
         if hasattr(self._dataset, "set_epoch"):

@@ -1,4 +1,4 @@
-"""Select the data implementation for a dataset: the only place that decides, in training and evaluation."""
+"""Select the data implementation for a dataset, in training and evaluation. No other module decides this."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -73,7 +73,7 @@ def can_be_read_again(dataset: Any, rank: int, world_size: int) -> bool:
         dataset = dataset.of_rank(rank, world_size)
     elif not is_stream(dataset):
         return True
-    # An iterator returns itself, and has no second beginning.
+    # An iterator returns itself and cannot start again.
     return iter(dataset) is not dataset
 
 

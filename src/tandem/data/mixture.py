@@ -1,8 +1,8 @@
 """Several datasets, mixed by weights that may change at given steps.
 
-The positions of a run are cut into cycles of CYCLE samples. In each cycle, every source has a fixed number
-of samples, by largest remainder, at permuted positions. A source is read in its own order, epoch after epoch,
-and keeps its place when the weights change. A sample is thus a function of (seed, step, position), for any
+The positions of a run are cut into cycles of CYCLE samples. In each cycle, every source has a fixed number of
+samples, by largest remainder, at permuted positions. Each source is read in its own order, epoch after epoch,
+and keeps its position when the weights change. A sample is thus a function of (seed, step, position), for any
 number of ranks.
 """
 
@@ -30,12 +30,12 @@ CYCLE = 2**CYCLE_BITS
 """Samples of a cycle. Shares are multiples of 1 / CYCLE."""
 MIXTURE = "mixture"
 CYCLE_KEY = 7  # the last part of a seed for the permutation of a cycle
-SOURCE_KEY = 8  # and of one for the order of a source
+SOURCE_KEY = 8  # the same, for the order of a source
 ROUND_KEYS = [derive_seed(number, CYCLE_KEY) for number in range(6)]
 
 
 class Stage(NamedTuple):
-    """From step `start` on, each cycle has `quotas` samples of the sources."""
+    """A stage of the run: from step `start` on, each cycle has `quotas` samples of the sources."""
 
     start: int
     quotas: tuple[int, ...]
@@ -45,7 +45,7 @@ class MixedOrder(GlobalOrder):
     """The order of a mixture; an epoch has as many samples as all sources together.
 
     `sources`: the order of each source, whose batches are one sample, or one of each lane. Indices count over
-    all sources, end to end. `names`: of the sources, for messages.
+    all sources, end to end. `names`: the sources' names, for messages.
     """
 
     contiguous = True
@@ -99,7 +99,7 @@ class MixedOrder(GlobalOrder):
         )
 
     def blocks(self, start: int, stop: int, positions: slice) -> list[int]:
-        """Return the blocks for these steps as `BlockOrder.blocks`, numbered over all sources in blocks."""
+        """Return the blocks for these steps like `BlockOrder.blocks`, numbered over all sources in blocks."""
         needed = []
         before = 0
         used = zip(self.used_before(start), self.used_before(stop), strict=True)
@@ -117,7 +117,7 @@ class MixedOrder(GlobalOrder):
     def _lanes_for(self, positions: slice, lanes: int) -> slice:
         """Return the lanes of a source that these positions of a batch read; see `_members`."""
         own = range(self.batch_size)[positions]
-        # With the stride, at most four samples of each source are in another part of the batch.
+        # Because of the stride, at most four samples of each source are in another part of the batch.
         spare = 1 + 4 * len(self._sources) * lanes // self.batch_size
         first = own[0] * lanes // self.batch_size - spare
         last = own[-1] * lanes // self.batch_size + spare
@@ -174,14 +174,14 @@ class MixedOrder(GlobalOrder):
         drawn = network(numpy.arange(CYCLE, dtype=numpy.uint64), keys[:, None], CYCLE_BITS, ROUND_KEYS)
         # The smallest type, because NumPy sorts 16 bits by radix.
         sources = numpy.repeat(numpy.arange(len(quotas), dtype=numpy.int16), quotas)[drawn.view(numpy.int64)]
-        # Stable, because a source is read in its own order.
+        # The sort must be stable, because a source is read in its own order.
         positions = sources.argsort(axis=1, kind="stable")
         slots = numpy.empty_like(positions)
         numpy.put_along_axis(slots, positions, numpy.arange(CYCLE)[None], axis=1)
         return slots
 
     def _lanes_of_slots(self, number: int, cycles: Numbers) -> Numbers:
-        """Return which lane each slot is read from, in units of 1 / LANES of a source's lanes."""
+        """Return the lane from which each slot is read, in units of 1 / LANES of a source's lanes."""
         parts = []
         used = self._used_before[number].tolist()
         for lanes, quota, before in zip(self._lane_tables, self._stages[number].quotas, used, strict=True):
@@ -247,7 +247,7 @@ class Mixture(Dataset[Any]):
         """Return the order of the samples. Raises ConfigError if there are fewer than one batch."""
         orders: list[GlobalOrder] = []
         for name, dataset, sizes in zip(self.names, self.datasets, self._sizes, strict=True):
-            # By name, so that another source added later does not change this one's order.
+            # Seed by name, so that a source added later does not change this one's order.
             digest = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
             own_seed = derive_seed(seed, digest, SOURCE_KEY)
             if sizes is None:

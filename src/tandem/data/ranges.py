@@ -1,4 +1,4 @@
-"""Read ranges of bytes from http(s):// and s3:// addresses; every range arrives complete, or is an error.
+"""Read ranges of bytes from http(s):// and s3:// addresses; a range arrives complete or raises an error.
 
 Transient failures (5xx, a reset, a stall) are retried until a deadline. All others are final at once: a
 missing file, a server without ranges, a file that is shorter than expected.
@@ -57,7 +57,7 @@ def shown(address: str) -> str:
 
 
 def ignore(outcome: str) -> None:
-    """Count nothing."""
+    """Do nothing: the default for `count`."""
 
 
 class RangeReader:
@@ -80,8 +80,8 @@ class RangeReader:
     def read(self, address: str, offset: int, length: int) -> bytes:
         """Return `length` >= 1 bytes from `offset` on.
 
-        Raises ConfigError if the server refuses the range for good, and DataUnavailableError if nothing
-        complete arrives within the deadline.
+        Raises ConfigError if the server refuses the range for good, and DataUnavailableError if no complete
+        answer arrives within the deadline.
         """
         return self._repeated(address, f"bytes {offset} to {offset + length - 1}", offset, length)[0]
 
@@ -106,7 +106,7 @@ class RangeReader:
                     self._count(GAVE_UP)
                     self._give_up(address, what, error)
                 self._count(RETRIED)
-            # Ranks that failed together should not come back together.
+            # Add a random delay: ranks that failed together should not retry together.
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_BLOCK_BACKOFF_SECONDS)
 
@@ -132,7 +132,7 @@ class RangeReader:
                     return _body(response, length, end), size
                 response.read()
             except BaseException:
-                # The rest of this answer would be taken for the next one.
+                # The next request would read the rest of this answer as its own.
                 self._drop(parts)
                 raise
             target = urljoin(target, location)
@@ -142,7 +142,7 @@ class RangeReader:
     def _connection(self, parts: SplitResult, end: float) -> http.client.HTTPConnection:
         found: dict[tuple[str, str], http.client.HTTPConnection] = self._local.__dict__.setdefault("open", {})
         key = (parts.scheme, parts.netloc)
-        # Never 0, which would mean a socket that does not block.
+        # The timeout is never 0, which would mean a non-blocking socket.
         timeout = min(BLOCK_STALL_SECONDS, max(0.1, end - time.monotonic()))
         if key not in found:
             host = parts.netloc.rpartition("@")[2]
@@ -196,7 +196,7 @@ class RangeReader:
                     self._s3 = fsspec.filesystem(
                         "s3", config_kwargs={**own, **limits}, skip_instance_cache=True
                     )
-                    # The attempts of this class count, and it knows the deadline.
+                    # This class makes the retries, because it knows the deadline.
                     self._s3.retries = 1
                 except ImportError as error:
                     raise ConfigError(
@@ -209,7 +209,7 @@ def _asked(
     connection: http.client.HTTPConnection, parts: SplitResult, offset: int, length: int
 ) -> http.client.HTTPResponse:
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    # A compressed answer would have other positions.
+    # Positions would differ in a compressed answer.
     headers = {"Range": f"bytes={offset}-{offset + length - 1}", "Accept-Encoding": "identity"}
     connection.request("GET", target, headers=headers)
     return connection.getresponse()
@@ -239,14 +239,14 @@ def _checked(response: http.client.HTTPResponse, address: str, offset: int, leng
 def _body(response: http.client.HTTPResponse, length: int, end: float) -> bytes:
     data = bytearray()
     while len(data) < length:
-        # A server that sends a byte now and then never reaches the timeout of the socket.
+        # A server that sends an occasional byte never reaches the socket's timeout.
         if time.monotonic() > end:
             raise TimeoutError(f"only {len(data)} of {length} bytes arrived")
         chunk = response.read1(min(CHUNK, length - len(data)))
         if not chunk:
             raise ConnectionResetError(f"the connection ended after {len(data)} of {length} bytes")
         data += chunk
-    # Reads the end of the answer, so that the connection serves the next request.
+    # Read the end of the answer, so that the connection can serve the next request.
     response.read()
     return bytes(data)
 

@@ -1,7 +1,7 @@
 """The samples of each step: a function of (seed, step) only, for any number of ranks.
 
 An epoch is floor(n / B) full global batches of the epoch's permutation; the remainder is dropped. The
-position in the data is just the global step, so a resumed run seeks in O(1).
+position in the data is simply the global step, so a resumed run seeks in O(1).
 
 torch draws the order of a small set, once per epoch. The order of a set of LARGE samples or more is not
 stored: each rank computes its own samples of the next steps (`Permutation`).
@@ -19,7 +19,7 @@ from tandem.data.batch_shares import equal_shares, slice_of
 from tandem.data.seeds import FIRST, GOLDEN, SECOND, derive_seed, derive_seeds
 from tandem.errors import ConfigError
 
-# A permutation of range(n) that is computed instead of stored: any position at any time, in both directions.
+# A permutation of range(n) that is computed, not stored: any position at any time, in both directions.
 #
 # A Feistel network permutes the numbers of a few bits, whatever its round function is. A number that leaves
 # range(n) is permuted again until it returns (cycle walking). From 100 numbers on, statistical tests find no
@@ -28,9 +28,9 @@ from tandem.errors import ConfigError
 
 Numbers = NDArray[Any]
 ROUNDS = 6
-"""Even, so that both halves have their own width again at the end."""
+"""An even number, so that both halves have their original width at the end."""
 BLOCK = 2**14
-"""Numbers computed at once: they and all intermediate results take less than 1 MB."""
+"""Numbers computed at once; with all intermediate results, they take less than 1 MB."""
 
 
 class Permutation:
@@ -52,7 +52,7 @@ class Permutation:
 
     def _walked(self, values: Numbers, once: Callable[[Numbers], Numbers]) -> Numbers:
         flat = numpy.asarray(values, dtype=numpy.int64).reshape(-1)
-        # A number from outside may never arrive in range(n).
+        # A number from outside might never reach range(n).
         if len(flat) and (flat.min() < 0 or flat.max() >= self.n):
             raise IndexError(f"a number is outside of range({self.n})")
         result = numpy.empty_like(flat)
@@ -84,7 +84,7 @@ class Permutation:
 
 
 def halves(values: Numbers, low: int) -> tuple[Numbers, Numbers]:
-    """Return the bits above the lowest `low`, and those."""
+    """Return the bits above the lowest `low` bits, and the lowest ones."""
     return values >> numpy.uint64(low), values & numpy.uint64((1 << low) - 1)
 
 
@@ -103,9 +103,9 @@ def mixed(values: Numbers, key: numpy.uint64 | Numbers, bits: int) -> Numbers:
 BatchKey = tuple[int, list[int], int | None]
 """(epoch, indices, step): with the seed, this determines a batch. The step is None in an evaluation."""
 LARGE = 1_000_000
-"""Number of samples from which an order is computed. Below, torch takes 10 ms and 8 MB for an epoch."""
+"""Sets of at least this size have a computed order. Below it, torch takes 10 ms and 8 MB for an epoch."""
 STEPS_AT_ONCE = 64
-"""Compute the samples of so many steps together: NumPy's calls cost as much as a few hundred samples."""
+"""Steps whose samples are computed together: a NumPy call costs as much as a few hundred samples."""
 TORCH = "torch"
 FEISTEL = "feistel"
 
@@ -119,9 +119,9 @@ class GlobalOrder:
     """
 
     contiguous = False
-    """Whether equal shares of a batch are contiguous, too, because neighbors are read together."""
+    """Whether equal shares of a batch are also contiguous, because neighbors are read together."""
     fingerprint = ""
-    """Identifies what else the order depends on; manifests record it."""
+    """Identifies the other inputs of the order; manifests record it."""
 
     def __init__(self, n: int, batch_size: int, seed: int) -> None:
         if batch_size < 1:
@@ -136,7 +136,7 @@ class GlobalOrder:
         self.seed = seed
         self.steps_per_epoch = n // batch_size
         self.algorithm = TORCH if n < LARGE else FEISTEL
-        """What the order is made with. Manifests record it, because a position refers to this order."""
+        """The algorithm of the order. Manifests record it, because a position refers to this order."""
         self._cached: tuple[int, Tensor] | None = None
         self._ahead: tuple[tuple[int, int, range], Tensor] | None = None
 
@@ -179,7 +179,7 @@ class GlobalOrder:
         return self._computed(epoch, positions)
 
     def _computed(self, epoch: int, positions: Numbers) -> Tensor:
-        """Return what `at` does, without the rest of the epoch's order."""
+        """Return the same as `at`, without the rest of the epoch's order."""
         return torch.from_numpy(Permutation(self.n, derive_seed(self.seed, epoch)).at(positions))
 
     def _permutation(self, epoch: int) -> Tensor:
@@ -242,7 +242,7 @@ class TrainBatches:
     def micro_sizes(self, step: int) -> list[int]:
         """Return the number of samples in each of this rank's micro-batches of a step."""
         size, rest = divmod(self.share_size, self._micro_steps)
-        # The same split as tensor_split: the first parts get the extra samples.
+        # Split like tensor_split: the first parts get the extra samples.
         return [size + (i < rest) for i in range(self._micro_steps)]
 
     def micro_batches(self) -> Iterator[tuple[int, Tensor]]:
@@ -272,7 +272,7 @@ POOL_BATCHES = 50
 """Samples of this many global batches are sorted by length together: still random, with little padding."""
 SPLITMIX = "splitmix64"
 BATCHES = 2  # the last part of a seed for the order of batches
-DRAWS = 3  # and of one for the samples that are drawn by weight, one number for each position
+DRAWS = 3  # the same, for samples that are drawn by weight: one number for each position
 
 
 class WeightedOrder(GlobalOrder):

@@ -16,7 +16,7 @@ SECOND = 0x94D049BB133111EB
 _MASK = 2**64 - 1
 
 
-MODEL = 1  # the purpose of a seed, so that no two uses share one
+MODEL = 1  # the purpose of a seed, so that no two uses share a seed
 STEP = 2
 
 
@@ -27,7 +27,7 @@ def derive_seed(*parts: int, start: int = 0) -> int:
     """
     state = start
     for part in parts:
-        # A part of 0 would mix in nothing without the + 1.
+        # Without the + 1, a part of 0 would mix in nothing.
         state ^= (part + 1) * GOLDEN & _MASK
         state = (state ^ state >> 30) * FIRST & _MASK
         state = (state ^ state >> 27) * SECOND & _MASK

@@ -1,7 +1,7 @@
 """The interface between the loop and all kinds of data.
 
-The position is just the global step. An implementation returns the micro-batches of any range of steps, the
-same for any number of ranks, and adds to a checkpoint only state that the step does not determine. The
+The position is simply the global step. An implementation returns the micro-batches of any range of steps,
+equal for any number of ranks, and adds to a checkpoint only state that the step does not determine. The
 implementations are in `implementations.py`; `kinds.py` selects one.
 """
 
@@ -22,8 +22,8 @@ from tandem.data.sampler import GlobalOrder, TrainBatches
 class BatchReader:
     """How one rank of `world_size` reads data: in batches as in `config`, onto `device`.
 
-    `sizes`: samples of each rank in a global batch; empty: equal. A result of `cut` keeps the sizes it was
-    created with.
+    `sizes`: samples of each rank in a global batch; empty: equal. A result of `cut` keeps the sizes from its
+    creation.
     """
 
     config: DataConfig

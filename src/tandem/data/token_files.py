@@ -48,8 +48,8 @@ class TokenFile(NamedTuple):
 class TokenWindows(Dataset[tuple[Tensor, ...]]):
     """Samples (inputs, targets), int64 [length] each: tokens in a row, and the same one token further.
 
-    A file is cut into windows from its start, across the ends of documents; tokens at its end that fill no
-    window are left out. `__getitems__` returns a finished batch, int64 [B, length] each.
+    A file is cut into windows from its start, across document ends; tokens at its end that fill no window are
+    left out. `__getitems__` returns a finished batch, int64 [B, length] each.
     """
 
     def __init__(self, files: Sequence[TokenFile], length: int) -> None:
@@ -75,7 +75,7 @@ class TokenWindows(Dataset[tuple[Tensor, ...]]):
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
     def __getstate__(self) -> Mapping[str, Any]:
-        # A pickled map would be a copy of the whole file.
+        # Pickling a map would copy the whole file.
         return {**self.__dict__, "_maps": {}}
 
     def _window(self, index: int) -> NDArray[Any]:
@@ -132,10 +132,10 @@ class TokenBlocks(TokenWindows):
 
 
 PACKED_SAMPLES = 256
-"""Documents are packed within so many samples. More would cut fewer documents, but take longer."""
+"""Samples within which documents are packed. More would cut fewer documents, but take longer."""
 PACKED_TOKENS = 2**22
 FEWEST_PACKED = 16
-"""With long samples, fewer of them are packed at a time, within so many tokens, which are read at once."""
+"""Long samples are packed in blocks of PACKED_TOKENS, read at once, but at least of FEWEST_PACKED samples."""
 PACKINGS = 8
 """Number of blocks whose packings are kept, unless `hold` sets another. A document needs about 10 bytes."""
 IGNORED = -100
@@ -145,9 +145,9 @@ IGNORED = -100
 class PackedTokens(TokenBlocks):
     """Samples (inputs, targets, documents), int64 [length] each: documents that fill a row exactly.
 
-    A document ends with the token `end_of_document`. Each block of a file is packed for itself (`packed`), so
+    A document ends with the token `end_of_document`. Each block of a file is packed separately (`packed`), so
     its ends cut documents, and no table of all documents is needed. A target is the next token of the same
-    document, also where the document is cut, and IGNORED after its end. `documents` numbers the documents of
+    document, even where the document is cut, and IGNORED after its end. `documents` numbers the documents of
     a sample from 0. Each token is an input of one sample, except for `left_out`.
     """
 
@@ -155,11 +155,11 @@ class PackedTokens(TokenBlocks):
         super().__init__(files, length, max(FEWEST_PACKED, min(PACKED_SAMPLES, PACKED_TOKENS // length)))
         self.end_of_document = end_of_document
         self._packings: OrderedDict[tuple[int, int], Packing] = OrderedDict()
-        """By file and block, the last used at the end; they are computed again when they are needed again."""
+        """By file and block, the last used at the end; evicted ones are computed again when needed."""
         self._capacity = PACKINGS
 
     def hold(self, blocks: int, processes: int) -> None:
-        """Keep the packings of so many blocks, from which a rank reads at a time."""
+        """Keep the packings of this many blocks, from which a rank reads at a time."""
         self._capacity = max(PACKINGS, blocks)
 
     def __getitems__(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, ...]:
@@ -243,7 +243,7 @@ def tokens(
 
 
 SEARCHED_TOKENS = 2**24
-"""A document that is longer is taken for a wrong `end_of_document`."""
+"""A longer first document means that `end_of_document` is wrong."""
 CHUNK_TOKENS = 2**16
 
 
@@ -272,7 +272,7 @@ def _check_end(files: Sequence[TokenFile], end_of_document: int) -> None:
 
 
 def _has(file: TokenFile, token: int) -> bool:
-    """Return whether a token is near the start of a file, of which no more is read than needed."""
+    """Return whether a token is near the start of a file; reads no more of it than needed."""
     count = min(file.length, SEARCHED_TOKENS)
     stored = numpy.memmap(file.path, file.dtype, mode="r", offset=file.offset, shape=(count,))
     chunks = (stored[start : start + CHUNK_TOKENS] for start in range(0, count, CHUNK_TOKENS))

@@ -1,7 +1,7 @@
 """Pack the documents of a block of tokens into rows of one length, so that few documents are cut.
 
 A block has as many tokens as its rows have room for, so rows have no padding and no token is left out. The
-result depends on the block alone. The first part is best-fit-decreasing bin packing, as in "Fewer Truncations
+result depends only on the block. The first part is best-fit-decreasing bin packing, as in "Fewer Truncations
 Improve Language Modeling" (Ding et al., 2024).
 """
 
@@ -30,8 +30,8 @@ class Packing(NamedTuple):
 def pieces_of(block: NDArray[Any], end_of_document: int, length: int) -> tuple[Numbers, Numbers]:
     """Return (first token, number of tokens) of the documents in a block.
 
-    A document ends with its token `end_of_document`, or with the block. One of more than `length` tokens is
-    cut into pieces of `length` and a rest.
+    A document ends with its token `end_of_document`, or with the block. A document of more than `length`
+    tokens is cut into pieces of `length` and a rest.
     """
     ends = numpy.flatnonzero(block == end_of_document) + 1
     if not len(ends) or ends[-1] < len(block):
@@ -44,7 +44,7 @@ def pieces_of(block: NDArray[Any], end_of_document: int, length: int) -> tuple[N
 
 
 class _Rooms:
-    """The rows that have room. Each is one number, room * rows + row, because many are compared."""
+    """The rows with room. Each is one number, room * rows + row, because many are compared."""
 
     def __init__(self, rows: int, length: int) -> None:
         self._rows = rows
@@ -67,7 +67,7 @@ class _Rooms:
         return found
 
     def cut(self, length: int) -> list[tuple[int, int]]:
-        """Divide a length that fits nowhere: it fills the largest rooms, until its rest fits; (row, part)."""
+        """Divide a length that fits nowhere over the largest rooms, until its rest fits; (row, part)."""
         parts = []
         while (row := self.place([length])[0]) < 0:
             room, fullest = divmod(self._free.pop(), self._rows)
@@ -79,8 +79,8 @@ class _Rooms:
 def packed(block: NDArray[Any], end_of_document: int, length: int) -> Packing:
     """Pack a block of R * `length` tokens into R rows, each of exactly `length` tokens.
 
-    Longer documents come first, each into the row where it leaves the least room. What fits nowhere as a
-    whole is cut.
+    Longer documents come first, each into the row where it leaves the least room. Documents that fit nowhere
+    are cut.
     """
     starts, lengths = pieces_of(block, end_of_document, length)
     rooms = _Rooms(len(block) // length, length)

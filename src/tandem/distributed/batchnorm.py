@@ -1,11 +1,11 @@
-"""BatchNorm over the global batch on CPUs, where torch's SyncBatchNorm has no kernel.
+"""Compute BatchNorm over the global batch on CPUs, where torch's SyncBatchNorm has no kernel.
 
     from tandem.distributed.batchnorm import synchronized
     model = synchronized(model)         before DDP wraps it; all ranks then run the same forward passes
 
 Each layer needs one all-reduce in the forward pass (count, sum and sum of squares per channel) and one in the
 backward pass: 4.6 kB each for 288 channels, and all ranks wait for each other in both. Counts are exchanged
-as well, so ranks may have shares of different sizes, or none. Sums are exchanged in float64, where the
+as well, so ranks may have shares of different sizes, or none. Sums are exchanged in float64, in which the
 cancellation between the sum of squares and the square of the sum does no harm.
 """
 
@@ -24,7 +24,7 @@ BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class SynchronizedBatchNorm(nn.BatchNorm1d):
-    """A BatchNorm of any dimension; outside of training, an ordinary one without communication.
+    """A BatchNorm of any dimension; outside of training, an ordinary BatchNorm without communication.
 
     It is not a subclass of nn.SyncBatchNorm, because DDP rejects a CPU model that contains one.
     """
@@ -37,7 +37,8 @@ class SynchronizedBatchNorm(nn.BatchNorm1d):
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
         if not self.training:
-            # Without running statistics (track_running_stats=False), torch evaluates with those of the batch.
+            # Without running statistics (track_running_stats=False), torch evaluates with the batch's
+            # statistics.
             uses_batch = self.running_mean is None
             return functional.batch_norm(
                 input, self.running_mean, self.running_var, self.weight, self.bias, uses_batch, 0.0, self.eps
@@ -141,7 +142,7 @@ class _Normalize(torch.autograd.Function):
         of_bias = gradient.sum(dims)
         of_weight = (gradient * centered).sum(dims)
         of_input = None
-        # The ranks have the same layers, so either all of them skip this all-reduce or none does.
+        # All ranks have the same layers, so either all of them skip this all-reduce or none does.
         if ctx.needs_input_grad[0]:
             sums = torch.cat([of_bias, of_weight]).double()
             dist.all_reduce(sums)

@@ -1,8 +1,8 @@
 """Detect that a process started by a rank was killed by a signal, which counts like a killed rank.
 
 A killed loader, pool or spawned process reaches the rank as an ordinary error, and an error is final. If
-memory is short, the kernel kills any process, so this is as good a reason to restart as a killed rank. Only
-errors that report the end of another process count, not any error that follows it.
+memory is short, the kernel may kill any process, so this justifies a restart as much as a killed rank does.
+Only errors that report the end of another process count, not any error that follows it.
 """
 
 import multiprocessing
@@ -21,11 +21,11 @@ LOADER = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: ([^.]
 LOADERS = re.compile(r"DataLoader worker \(pid\(s\) ([\d, ]+)\) exited unexpectedly")
 """Messages of torch 2.6 to 2.15 (DataLoader.cpp, dataloader.py); the first is from a SIGCHLD handler."""
 ASKED = (signal.SIGTERM, signal.SIGINT)
-"""A program ends its own processes with these signals, so they are no sign of a failure."""
+"""Programs end their own processes with these signals, so they do not indicate a failure."""
 
 
 def killed_child(error: BaseException) -> tuple[str, int] | None:
-    """Return (description, exit code of a rank killed by the same signal) if `error` comes from such an end.
+    """Return (description, exit code of a rank killed by the same signal) if a killed child caused `error`.
 
     Call it first when a rank ends with an error. torch's SIGCHLD handler raises wherever the program happens
     to be, even in code that handles an earlier sign of the same end. After this call it no longer does.
@@ -64,7 +64,7 @@ def _cause_of(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, subprocess.CalledProcessError) and error.returncode < 0:
         return _known(f"the command {error.cmd!r} started by this rank", -error.returncode)
     code = getattr(error, "exit_code", None)  # of torch.multiprocessing.spawn
-    # Its name is compared, so that this module does not import torch.
+    # Compare its name, so that this module does not import torch.
     if type(error).__name__ == "ProcessExitedException" and isinstance(code, int) and code < 0:
         pid = getattr(error, "error_pid", "?")
         return _known(f"process {pid} started by this rank", -code)

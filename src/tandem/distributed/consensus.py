@@ -17,7 +17,7 @@ STOP, LOSS, LOSS_NOT_FINITE, DECISIONS = range(4)
 SLOTS = 4
 """The fixed slots. Two more follow for each of the task's sums: the sum and its count."""
 GRADIENTS_NOT_FINITE = -1
-"""The last value that a strategy returns, added to those that went in: known only with the gradients."""
+"""The last value that a strategy returns, in addition to its inputs: known only with the gradients."""
 
 
 def proposal_slots(stop: bool, decisions: int) -> Tensor:
@@ -57,7 +57,7 @@ class ConsensusReader:
         """Return the consensus of `step` (CPU) or of the previous step (GPU; None for the first)."""
         if self._group.device.type != "cuda":
             return self._decode(step, exchanged.tolist())
-        # The previous copy has had a whole step's time, so this hardly waits.
+        # The previous copy has had a whole step, so this hardly waits.
         before = self.drain()
         # A copy into memory that is not pinned would block the host until the GPU gets here.
         copy = torch.empty(len(exchanged), pin_memory=True)

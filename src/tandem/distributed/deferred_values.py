@@ -1,9 +1,9 @@
-"""Build a model without memory for its values, and compute these later, one tensor at a time.
+"""Build a model without memory for its values, and compute the values later, one tensor at a time.
 
-While a model is built, its tensors are torch's fake tensors: they have shapes, and no memory. Each operation
-on them is noted, and draws no random number. `DeferredValues.computed` repeats the operations on real memory,
-in the same order: it draws the same numbers, so the values have the same bits. A tensor's memory is freed
-once no later operation needs it. See docs/architecture.md#building-a-model-that-fits-no-rank.
+While a model is built, its tensors are torch's fake tensors: they have shapes but no memory. Each operation
+on them is recorded and draws no random number. `DeferredValues.computed` repeats the operations on real
+memory, in the same order. It draws the same numbers, so the values have the same bits. A tensor's memory is
+freed once no later operation needs it. See docs/architecture.md#building-a-model-that-fits-no-rank.
 """
 
 import gc
@@ -34,11 +34,11 @@ RESIZING = frozenset(f"aten::{name}" for name in ("resize_", "resize_as_"))
 
 
 class NotDeferrableError(TandemError):
-    """A model whose values cannot be computed later; the message says what prevents it."""
+    """The model's values cannot be computed later; the message says why."""
 
 
 class _View(NamedTuple):
-    """A tensor: which memory it is in, and where there."""
+    """A tensor: its memory, and its place in it."""
 
     memory: int
     size: tuple[int, ...]
@@ -62,7 +62,7 @@ class _Value(NamedTuple):
 class _Memory:
     """The memory of one or more fake tensors, with the operations on it."""
 
-    storage: Any  # as long as it lives, no other one has its address
+    storage: Any  # while it lives, no other storage has its address
     device: torch.device
     bytes: int
     uses: list[int]
@@ -70,7 +70,7 @@ class _Memory:
 
 
 class _Operation(NamedTuple):
-    """An operation with its arguments, and what it creates and writes to."""
+    """An operation with its arguments, the memories that it creates, and those that it writes to."""
 
     call: Callable[..., Any]
     args: Any
@@ -105,10 +105,9 @@ def _mapped(value: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
 
 
 class _Generators:
-    """Detects that a generator was seeded or reset while the model was built, which loses the order of draws.
+    """Detects that a generator was seeded or reset during the build, which loses the order of draws.
 
-    Each random operation draws one number here, so after a reset, the generator's state is not the expected
-    one.
+    Each random operation draws one number here, so after a reset, the generator is not in the expected state.
     """
 
     def __init__(self) -> None:
@@ -142,7 +141,7 @@ class _Generators:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the operations of the block in which it is active, inside `fake.mode()`."""
+    """Records the operations of its block, inside `fake.mode()`."""
 
     def __init__(self, fake: FakeTensors) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -161,7 +160,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         if found and not is_random and not any(map(self._is_fake, found)):
             with self._fake.paused():
-                return func(*args, **options)  # of values that are known, such as NumPy's
+                return func(*args, **options)  # on known values, such as NumPy's
         if func is torch.ops.aten._local_scalar_dense.default:
             with self._fake.paused():
                 return self._value_of(args[0]).item()
@@ -182,7 +181,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         creates = self._created(func, result)
         writes = self._overwritten(func, noted, written)
         if not creates and not writes:
-            return  # a view, whose place in its memory is noted where it is used
+            return  # a view, whose place in its memory is recorded when it is used
         reads = {view.memory for view in _views(noted)}
         made = {view.memory for _, view in creates}
         for index in reads | writes | made:
@@ -211,7 +210,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return creates
 
     def _overwritten(self, func: Any, noted: Any, written: list[Tensor]) -> set[int]:
-        """Return the memories that an operation writes to; note which of them it overwrites."""
+        """Return the memories that an operation writes to; record which of them it overwrites."""
         views = [self.view(each) for each in written]
         if func._schema.name in OVERWRITING and views:
             memory = self.memories[views[0].memory]
@@ -221,7 +220,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return {view.memory for view in views}
 
     def note_call(self, call: Callable[..., Any], tensor: Tensor, *args: Any, **options: Any) -> Tensor:
-        """Note a function that overwrites `tensor` with random values, and reads them, as one operation."""
+        """Record, as one operation, a function that overwrites `tensor` with random values and reads them."""
         with self._fake.paused():
             self.generators.expects(options.get("generator") or torch.default_generator)
         view = self.view(tensor)
@@ -245,7 +244,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return _Value(tensor.detach().clone())
 
     def view(self, tensor: Tensor, may_be_new: bool = False) -> _View:
-        """Return where a tensor is. Raises NotDeferrableError if no noted operation has created it."""
+        """Return where a tensor is. Raises NotDeferrableError if no recorded operation has created it."""
         if not self._is_fake(tensor):
             raise NotDeferrableError("it writes into a tensor that was not created by torch")
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
@@ -261,7 +260,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _View(index, size, stride, int(tensor.storage_offset()), tensor.dtype)
 
     def _value_of(self, tensor: Tensor) -> Tensor:
-        """Compute a tensor's values, from which the code that builds the model reads a number."""
+        """Compute a tensor's values, because the code that builds the model reads a number from it."""
         view = self.view(tensor)
         needed = {view.memory}
         chosen = []
@@ -352,7 +351,7 @@ class ModuleTensor(NamedTuple):
 
 
 class DeferredValues:
-    """The values of a model that was built without them. Its parameters and buffers are on the meta device.
+    """The values of a model that was built without them, with parameters and buffers on the meta device.
 
     `digest`: equal on ranks that built the same model. `tensors`: by the order in which values are computed.
     """
@@ -367,7 +366,7 @@ class DeferredValues:
         self._order = sorted(final, key=lambda index: (self._memories[index].uses or [-1])[-1])
 
     def module_tensors(self, model: nn.Module) -> list[ModuleTensor]:
-        """Return where the model holds the tensors, which may be in several places."""
+        """Return where the model holds the tensors; one tensor may be in several places."""
         found = []
         for prefix, module in model.named_modules():
             for name, tensor in _held(module):
@@ -396,7 +395,7 @@ class DeferredValues:
             yield from ((key, view.of(memory)) for key, view in tensors[index])
 
     def _replayed(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield (index, memory) of each memory that the model has, once it is final, by the same order."""
+        """Yield (index, memory) of each of the model's memories once it is final, in the same order."""
         waiting = iter(self._order)
         following = next(waiting, None)
         real: dict[int, Tensor] = {}
@@ -416,7 +415,7 @@ class DeferredValues:
         return self._memories[index].uses[-1] == number
 
     def _is_last(self, index: int, number: int) -> bool:
-        """Return whether no operation after `number` reads what is in the memory now."""
+        """Return whether no operation after `number` reads the memory's current content."""
         memory = self._memories[index]
         later = next((use for use in memory.uses if use > number), None)
         return later is None or later in memory.overwrites
@@ -432,8 +431,8 @@ def _held(module: nn.Module) -> list[tuple[str, Any]]:
 def build_deferred(fake: FakeTensors, build: Callable[[], nn.Module]) -> tuple[nn.Module, DeferredValues]:
     """Return (the model, with tensors on the meta device, its values).
 
-    Tensors that have values while the model is built, such as those from NumPy, keep them. Raises
-    NotDeferrableError, or what `build` raises, and leaves torch's generators as they were.
+    Tensors that already have values during the build, such as those from NumPy, keep them. Raises
+    NotDeferrableError and any error of `build`, and leaves torch's generators unchanged.
     """
     recorder = _Recorder(fake)
     try:
@@ -445,7 +444,7 @@ def build_deferred(fake: FakeTensors, build: Callable[[], nn.Module]) -> tuple[n
         recorder.generators.reset()
     values = DeferredValues(recorder, _without_memory(recorder, fake, model))
     gc.collect()
-    # A weak reference to each tensor would prevent that Module.to() swaps it.
+    # A weak reference to a tensor would keep Module.to() from swapping it.
     left = [each for each in gc.get_objects() if type(each) is fake.kind and fake.is_of_last_mode(each)]
     if left:
         raise NotDeferrableError(f"it keeps a tensor of shape {list(left[0].shape)} outside its modules")

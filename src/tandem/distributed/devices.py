@@ -39,8 +39,8 @@ def bind_to_node(devices: Iterable[torch.device], root: Path = Path("/")) -> Non
         log.warning("--numa-binding node has no effect: %s", why)
         return
     os.sched_setaffinity(0, there)
-    # sched_setaffinity() binds a single thread. Later threads inherit that, but torch and CUDA have started
-    # some already.
+    # sched_setaffinity() binds a single thread. Later threads inherit that, but torch and CUDA have already
+    # started some.
     for thread in os.listdir("/proc/self/task"):
         with suppress(OSError):  # the thread has just ended
             # A thread that a library has bound to other CPUs keeps them.
@@ -267,7 +267,7 @@ def quota_of(root: Path) -> int:
 
 EXACT_SIZE = 256
 LARGEST_ENTRY = 8
-"""Of matrices of whole numbers: each sum of EXACT_SIZE products is then exact in float32, and in TF32."""
+"""The largest entry with which sums of EXACT_SIZE integer products are exact in float32 and TF32."""
 
 
 def product_problem(device: torch.device) -> str:

@@ -1,4 +1,4 @@
-"""The process group: open it, exchange values, close it.
+"""Open the process group, exchange values, close it.
 
 All ranks call everything here together; no caller puts a call under `if rank == 0`.
 """
@@ -32,7 +32,7 @@ T = TypeVar("T")
 BROADCAST_CHUNK_BYTES = 64 * 2**20
 TAKEN = re.compile("EADDRINUSE|[Aa]ddress already in use")
 SAME_GPU = re.compile("Duplicate GPU detected|Multiple Ranks are using the same GPU")
-"""NCCL up to 2.29, and from 2.30."""
+"""The messages of NCCL up to 2.29, and from 2.30 on."""
 
 
 _kept: list[Any] = []
@@ -55,10 +55,10 @@ class ProcessGroup:
     ) -> None:
         self.position = position
         self.store = store
-        """The store through which the ranks have met."""
+        """The store through which the ranks have connected."""
         self.device = device
         self.devices = devices or (device,)
-        """All devices of this rank. The first, `device`, has the batches, the loss and what is exchanged."""
+        """All devices of this rank. The first, `device`, has the batches, the loss and exchanged values."""
         self.rank = position.rank
         self.size = position.world_size
 
@@ -89,7 +89,7 @@ class ProcessGroup:
         try:
             store = open_store(position, connection, timeout)
             if position.world_size > 1:
-                # The others cannot open their group before rank 0 arrives in `check_same_kind`.
+                # The others cannot open their group before rank 0 reaches `check_same_kind`.
                 if position.rank == 0:
                     forget_dump_signal(store)
                 announce(store, position)
@@ -109,8 +109,8 @@ class ProcessGroup:
                     dist.all_reduce(torch.zeros(1, device=device))
                     torch.cuda.synchronize(device)
         except (RuntimeError, ValueError, OSError) as error:
-            # A new process may recover the GPU. The caller exits with another code for that, so the error
-            # stays as it is.
+            # A new process may recover the GPU. The caller exits with another code for that, so the error is
+            # not changed.
             if is_gpu_failure(error):
                 raise
             raise _why_not_open(error, position, connection.master, had_gpu) from error
@@ -252,10 +252,10 @@ class ProcessGroup:
         return result
 
     def broadcast_buffers(self, model: nn.Module) -> None:
-        """Broadcast rank 0's buffers (running statistics) to all ranks, also those made by a forward pass."""
+        """Broadcast rank 0's buffers (running statistics) to all ranks, even those made by a forward pass."""
         buffers = dict(model.named_buffers())
-        # Only other layers create or reshape buffers in a forward pass, so only they need the exchange of
-        # forms.
+        # Only layers other than BatchNorm create or reshape buffers in a forward pass, so only they need the
+        # exchange of forms.
         if has_buffers_beside_batchnorm(model):
             forms = {n: [str(b.dtype).removeprefix("torch."), [*b.shape]] for n, b in buffers.items()}
             for name, (dtype, shape) in self.broadcast_json(forms).items():
@@ -274,7 +274,7 @@ class ProcessGroup:
         # Rank 0's values went through JSON, which turns tuples into lists.
         own = json.loads(json.dumps(dict(settings)))
         different = [key for key in sorted({*reference, *own}) if reference.get(key) != own.get(key)]
-        # All ranks must leave together; one that continued would wait for the others in its next collective.
+        # All ranks must exit together; one that continued would wait for the others in its next collective.
         if self.sum([float(bool(different))])[0] == 0:
             return
         if different:
@@ -292,7 +292,7 @@ class ProcessGroup:
         if self.position.local_rank == 0:
             try:
                 action()
-            # Kept until the sum, in which the other ranks wait.
+            # Keep the error until the sum, in which the other ranks wait.
             except Exception as caught:
                 error = caught
         failed = self.sum([float(error is not None)])[0]

@@ -1,4 +1,4 @@
-"""Connect ranks before their process group is open: the store, and the settings it needs to be equal.
+"""Connect ranks before their process group opens: the store, and the settings that must be equal for it.
 
 Once the group is open, it compares all settings (`ProcessGroup.check_same_settings`). The backend must be
 compared earlier: a rank that opens NCCL and one that opens gloo would wait for each other until a timeout.
@@ -126,7 +126,7 @@ def open_store(position: Position, connection: Connection, timeout: timedelta) -
     patience = timedelta(seconds=connection.patience)
     own: Any
     if is_first:
-        # torch's own wait would not say who is missing, so `wait_for_all` waits instead.
+        # torch's own wait would not report which ranks are missing, so `wait_for_all` waits instead.
         own = TCPStore(
             host, port, is_master=True, timeout=patience, wait_for_workers=False, **listening_at(here)
         )
@@ -134,20 +134,20 @@ def open_store(position: Position, connection: Connection, timeout: timedelta) -
         own = connect_store(host, port, patience, connection.patience)
     store = PrefixStore(connection.job, own) if connection.job else own
     wait_for_all(store, position, connection.patience)
-    # The patience for late nodes ends here; from now on the collectives' timeout applies.
+    # The patience for late nodes ends here; from here on, the collectives' timeout applies.
     own.set_timeout(timeout)
     return store
 
 
 def wait_for_all(store: Any, position: Position, patience: float) -> None:
-    """Wait until each rank has joined the store on rank 0; report every few seconds who is missing.
+    """Wait until each rank has joined the store on rank 0; every few seconds, report which are missing.
 
     Raises PeerLostError if they do not join within `patience` seconds.
     """
     size = position.world_size
     began = time.monotonic()
     speaks_at = began + WAITING_WORD_SECONDS
-    # The key comes before the count: when the count is full, no key is missing.
+    # Set the key before the count: when the count is complete, no key is missing.
     store.set(f"here/{position.rank}", "")
     count = store.add("here", 1)
     # Poll, because a blocking wait could not report who is missing.
@@ -186,7 +186,7 @@ def check_fresh(path: Path, now: float) -> None:
 
 
 def forget_dump_signal(store: Any) -> None:
-    """Delete the signal that an NCCL error of an earlier generation left in a store that outlives it.
+    """Delete the signal that an NCCL error of an earlier generation left in a store that outlived it.
 
     NCCL's watchdogs check it in every later generation: each would dump its record and abort its rank. Rank 0
     calls this before the others can open their group, when all ranks of earlier generations are dead.
@@ -200,7 +200,7 @@ def forget_dump_signal(store: Any) -> None:
 def check_same_kind(store: Any, position: Position, kind: str) -> None:
     """Wait for all ranks; raise ConfigError on each if some have a GPU and others have none."""
     here = f"rank {position.rank} on node {position.node_rank} ({position.node_name})"
-    # Only the first rank of each kind is set, for the message.
+    # Only the first rank of each kind is stored, for the message.
     store.compare_set(f"kind/{kind}", "", here)
     # The last rank releases the others, which wait in a single request instead of polling.
     if store.add("kind/arrived", 1) >= position.world_size:
@@ -219,7 +219,7 @@ def check_same_kind(store: Any, position: Position, kind: str) -> None:
         )
 
 
-# Limit how long ranks may take to connect to each other, and report who is missing.
+# Limit how long ranks may take to connect to each other, and report which are missing.
 #
 # NCCL's first communicator has no time limit. With a network interface that does not reach the others, it
 # waits forever in C code, which no exception can interrupt. Therefore a thread watches it, and ends the
@@ -238,7 +238,7 @@ def limited(
 ) -> Iterator[None]:
     """Limit the time in which this rank connects to the others inside the block.
 
-    After `seconds`, log one line that says who is missing, and end the process with 200.
+    After `seconds`, log one line that lists the missing ranks, and end the process with 200.
     """
     over = threading.Event()
 
@@ -324,7 +324,7 @@ class StoreNotices:
         self._store.set(key, json.dumps(value))
 
     def get_all(self, keys: Sequence[str]) -> list[Any] | None:
-        # A get would wait, and block the client that the process group uses, too.
+        # A get would wait, and block the client that the process group also uses.
         if not self._store.check(list(keys)):
             return None
         return [json.loads(self._store.get(key)) for key in keys]

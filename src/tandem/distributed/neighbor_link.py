@@ -1,8 +1,7 @@
-"""The connection on which a rank sends copies of its snapshots to a rank of the next node.
+"""The connection through which a rank sends copies of its snapshots to a rank of the next node.
 
-Both ends are threads of their ranks. Nothing here is a collective, so a copy that takes long
-makes no rank wait. The sender rests after each piece, which bounds what copies take of the network and of the
-cores.
+Both ends are threads of their ranks. Nothing here is a collective, so no rank waits for a slow copy. The
+sender pauses after each piece, which limits the share of the network and of the cores that copies take.
 """
 
 import fcntl
@@ -29,12 +28,12 @@ PIECE_BYTES = 2**20
 LINK_SHARE = 0.1
 """Share of the time in which a node's copies may occupy its link, which the step's own traffic needs."""
 CPU_SHARE = {"cpu": 0.01, "cuda": 0.1}
-"""Share of a core that sending may take. Receiving takes as much, and with "cpu" a step needs the cores."""
+"""Share of a core that sending may take. Receiving takes as much, and with "cpu" the steps need the cores."""
 TOKEN_BYTES = 32
 WHOLE, DROPPED = b"w", b"d"
 KEPT, NO_ROOM = b"k", b"n"
 SIOCGIFADDR = 0x8915
-"""Asks for the IPv4 address of an interface, netdevice(7)."""
+"""The ioctl for the IPv4 address of an interface, netdevice(7)."""
 
 
 class Address(NamedTuple):
@@ -46,7 +45,7 @@ class Address(NamedTuple):
 
 
 def own_address(interface: str, store: str | None) -> str:
-    """Return an address of this host that other nodes reach.
+    """Return an address of this host that other nodes can reach.
 
     `interface`: its name, as in GLOO_SOCKET_IFNAME. Otherwise it is the address of the host's own name, as
     for gloo, or that from which `store` is reached. Raises OSError.
@@ -84,7 +83,7 @@ def _read(connection: socket.socket, length: int) -> bytes:
 
 
 def _watch(connection: socket.socket) -> None:
-    """Notice a host that has stopped answering, within 30 s; and send small messages at once."""
+    """Detect within 30 s a host that has stopped answering, and send small messages at once."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
@@ -146,7 +145,7 @@ class CopyReceiver:
 
 
 class OutgoingCopy(NamedTuple):
-    """A slot to send; `is_whole` returns False once it has been overwritten."""
+    """A slot to send; `is_whole` returns False once the slot has been overwritten."""
 
     head: SlotHead
     contents: memoryview
@@ -229,7 +228,7 @@ class CopySender:
                 self._send_contents(connection, copy)
                 return True
             except OSError:
-                # The other rank has ended, and this one will, too; or the link is down for a while.
+                # Either the other rank has ended, and this one will, too, or the link is down for a while.
                 self._disconnect()
                 self._closing.wait(COPY_RETRY_SECONDS)
         return True
@@ -250,7 +249,7 @@ class CopySender:
     def _rest(self, took: float, used: float, size: int) -> None:
         """Pause after sending `size` bytes in `took` seconds, of which `used` were processor time."""
         pause = used / self._cpu_share - took
-        # The time of a small piece is that of the threads involved, and says nothing about the link.
+        # The time of a small piece is mostly that of the threads, and says nothing about the link.
         if size == PIECE_BYTES:
             pause = max(pause, took / self._link_share - took)
         if pause > 0:

@@ -1,4 +1,4 @@
-"""A neighbor's copy of each rank's shards: where the newest state is, who needs it, and the next copies.
+"""Keep a copy of each rank's shards on a neighbor: find the newest state, send it, and make the next copies.
 
 See docs/architecture.md#a-copy-on-the-next-node.
 """
@@ -33,7 +33,7 @@ OWN, COPY = range(2)
 
 
 class Piece(NamedTuple):
-    """A whole slot in the memory of a rank's node: in its own region, or in that of its neighbor's copies."""
+    """A whole slot in a rank's node memory: in its own region, or in the one for its neighbor's copies."""
 
     region: int
     slot: int
@@ -43,12 +43,12 @@ class Piece(NamedTuple):
 
     @property
     def state(self) -> tuple[int, int]:
-        """What identifies the state that it is a part of."""
+        """The identity of the state that it belongs to."""
         return self.step, self.generation
 
 
 def pieces_here(world: ProcessGroup, grant: Grant) -> list[Piece]:
-    """Return the pieces of a state of this many ranks in the regions of this rank."""
+    """Return the pieces in this rank's regions that belong to a state of this many ranks."""
     local_rank = world.position.local_rank
     kinds = {OWN: grant.own_memories(local_rank), COPY: grant.copy_memories(local_rank)}
     return [
@@ -61,14 +61,14 @@ def pieces_here(world: ProcessGroup, grant: Grant) -> list[Piece]:
 
 
 class SlotsToKeep(NamedTuple):
-    """The slots to keep until newer ones are complete: of a rank's own region, and of that of its copies."""
+    """The slots to keep until newer ones are complete, in a rank's own region and in the one for copies."""
 
     own: int | None = None
     copy: int | None = None
 
 
 class ShardMap:
-    """Where all ranks have which pieces, by rank; the same on all ranks.
+    """Each rank's pieces and their slots, by rank; the same on all ranks.
 
     `nodes`: the node of each rank.
     """
@@ -78,7 +78,7 @@ class ShardMap:
         self._nodes = nodes
 
     def newest(self) -> tuple[int, int] | None:
-        """Return (step, 0) of the newest state of which each rank's shard is somewhere, or None."""
+        """Return (step, 0) of the newest state that has each rank's shard on some node, or None."""
         whole = self._whole()
         return (max(whole)[0], 0) if whole else None
 
@@ -118,7 +118,7 @@ class ShardMap:
     def held(self, rank: int, state: tuple[int, int]) -> SlotsToKeep:
         """Return the slots of the state that has the most copies on other nodes.
 
-        `state` is the one that all ranks load, and so have after that; an older one counts if all have it.
+        `state` is the one that all ranks load, so all have it afterwards; an older one counts if all have it.
         """
         everywhere = set.intersection(
             *({piece.state for piece in pieces if (piece.region, piece.rank) == (OWN, at)}
@@ -141,7 +141,7 @@ def listed_nodes(nodes: Sequence[int]) -> str:
 def deliver(
     world: ProcessGroup, grant: Grant, where: ShardMap, state: tuple[int, int], kept: int | None
 ) -> int:
-    """Send each rank the shard of a state that it does not have; return the slot where this rank has its own.
+    """Send each rank its missing shard of a state; return the slot where this rank has its own.
 
     All ranks call this. `kept`: the slot of this rank's own region that must not be overwritten.
     """
@@ -149,11 +149,11 @@ def deliver(
     regions = grant.private_memories(local_rank)  # in the order of OWN and COPY
     slot = where.own_slot(world.rank, state)
     missing = where.missing(state)
-    # Ranks may have changed places, so that a rank receives its shard where it has another one to send.
+    # Ranks may have changed places, so a rank may receive its shard into the slot of one that it must send.
     gives = any(source == world.rank and piece.region == OWN for source, _, piece in missing)
     target = NodeMemory() if gives else regions[OWN]
     received = None
-    # In the same order on all ranks, so that no two wait for each other.
+    # The order is the same on all ranks, so that no two wait for each other.
     for source, destination, piece in missing:
         if source == destination == world.rank:
             received = _copied(regions[piece.region], piece.slot, target, kept)
@@ -172,7 +172,7 @@ def _free_slot(kept: int | None) -> int:
 
 
 def _copied(source: NodeMemory, slot: int, target: NodeMemory, kept: int | None) -> int:
-    """Copy a slot to another region, and return which one it is there."""
+    """Copy a slot to another region, and return its slot there."""
     head = head_of(source, slot)
     free = _free_slot(kept)
     incoming = IncomingSlot(target, free, head)
@@ -184,7 +184,7 @@ def _copied(source: NodeMemory, slot: int, target: NodeMemory, kept: int | None)
 def _send(world: ProcessGroup, region: NodeMemory, slot: int, destination: int) -> None:
     head = head_of(region, slot)
     contents = bytes_of(region.map(region.size()), slot, head)
-    # In pieces, because on GPUs each one is first copied to the device.
+    # Send it in pieces, because on GPUs each piece is first copied to the device.
     pieces = torch.split(_bytes_in(contents), BROADCAST_CHUNK_BYTES)
     for piece in (_bytes_in(bytearray(HEAD.pack(*head))), *pieces):
         dist.send(piece.to(world.device), dst=destination)
@@ -202,7 +202,7 @@ def _receive(world: ProcessGroup, region: NodeMemory, source: int, kept: int | N
 
 
 def _receive_into(world: ProcessGroup, target: Tensor, source: int) -> None:
-    there = target.to(world.device)  # on CPUs the same tensor
+    there = target.to(world.device)  # on CPUs, the same tensor
     dist.recv(there, src=source)
     if there is not target:
         target.copy_(there)
@@ -214,7 +214,7 @@ def _bytes_in(memory: bytearray | memoryview) -> Tensor:
 
 
 class NeighborCopies:
-    """This rank's part of the ring: it sends its slots to the next node, and keeps those of the previous one.
+    """This rank's part of the ring: it sends its slots to the next node, and keeps the previous node's.
 
     `held`: the slot of this rank's own region whose state has the most copies so far.
     """
@@ -244,7 +244,7 @@ class NeighborCopies:
             except OSError as error:
                 problem = f"node {position.node_rank} cannot reach node {told[target][0]}: {error}"
         problems = [each for each in world.gather_json(problem) if each]
-        # All ranks or none: without the copy of one rank, those of the others make no state.
+        # Either all ranks connect or none: if one rank's copy is missing, the others' copies are useless.
         if receiver is not None and sender is not None and not problems:
             return cls(receiver, sender, held.own)
         for end in (receiver, sender):
@@ -261,7 +261,7 @@ class NeighborCopies:
 
     @property
     def held(self) -> frozenset[int]:
-        """The slot of this rank's last copy, or that with which it began."""
+        """The slot of this rank's last copy, or the one with which it began."""
         return frozenset(self._held)
 
     def begin(self, snapshots: Snapshots) -> None:
@@ -301,8 +301,8 @@ class NeighborCopies:
 def _open_receiver(
     world: ProcessGroup, connection: Connection, grant: Grant, kept: int | None
 ) -> tuple[CopyReceiver | None, str]:
-    """Return (what receives copies on this rank, why there is none)."""
-    # The interface that the user has chosen for gradients is also the one for copies.
+    """Return (the receiver of copies on this rank or None, why there is none)."""
+    # Copies use the interface that the user has chosen for gradients.
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME") or ""
     store = connection.store[0] if connection.store else None
     (region,) = grant.copy_memories(world.position.local_rank)

@@ -1,4 +1,4 @@
-"""Detect that another rank is gone, only from torch's typed errors and gloo's and NCCL's own messages.
+"""Detect that another rank is gone, from torch's typed errors and gloo's and NCCL's messages alone.
 
 gloo, and NCCL before torch 2.2, raise bare RuntimeErrors. Only their text distinguishes them from an error in
 a task. Their messages start in a characteristic way, so each pattern matches the start of the text: a word
@@ -58,7 +58,7 @@ torch 2.11 to 2.15 (TCPStore, socket.cpp).
 LOCAL = ("localhost", "::1", "127.0.0.1")
 DEPTH = 3
 MOST_ITEMS = 100
-"""How deep below a name in the failing line a store may be: `self.stores["a"]` has depth two."""
+"""A store may be DEPTH levels below a name in the failing line: `self.stores["a"]` has depth two."""
 
 
 def is_peer_loss(error: BaseException, world_size: int) -> bool:
@@ -177,7 +177,7 @@ WORDS = re.compile(
     r"|invalid program counter|unspecified launch failure|system not yet initialized|unknown error"
     r"|invalid/unsupported operation due to|contained error)"
 )
-"""Messages as torch raises them, also when CUDA starts, and as NCCL passes them on.
+"""Messages as torch raises them, even when CUDA starts, and as NCCL passes them on.
 
 An example of the latter is "Cuda failure 719 'unspecified launch failure'".
 """

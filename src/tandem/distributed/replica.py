@@ -1,9 +1,9 @@
 """A model for custom loops that averages gradients over ranks: DDP plus piggybacked values.
 
-What ranks must agree on in a step is exchanged together with the gradients, as in `strategy.ddp`; a separate
-all-reduce would cost 2.4 ms of a 4.3 ms step (gloo, 2 ranks). In `strategy.ddp`, the module that DDP wraps
-computes the loss; here, the loss is computed outside. So a hook on one of the model's parameters sets this
-rank's values as the gradient of an extra parameter whenever a backward pass runs through the model. See
+The values that ranks must agree on in a step are exchanged with the gradients, as in `strategy.ddp`; a
+separate all-reduce would cost 2.4 ms of a 4.3 ms step (gloo, 2 ranks). In `strategy.ddp`, the module that DDP
+wraps computes the loss; here, the loss is computed outside. So a hook on one of the model's parameters sets
+this rank's values as the gradient of an extra parameter whenever a backward pass runs through the model. See
 docs/architecture.md#the-telemetry-parameter.
 """
 
@@ -25,7 +25,7 @@ from tandem.torch_private import buffer_argument
 
 @dataclass
 class PiggybackedValues:
-    """Values for one backward pass: set before it, and picked up by the models it runs through."""
+    """Values for one backward pass: set before it, and sent by the models that it runs through."""
 
     numbers: Tensor
 
@@ -33,7 +33,7 @@ class PiggybackedValues:
 # DDP's search for tensors also looks into dataclasses.
 @dataclass
 class _Used:
-    """An output in which DDP finds the tensor, but to which it gives no gradient.
+    """An output in which DDP finds the tensor but to which it gives no gradient.
 
     pytree does not know this class.
     """
@@ -59,8 +59,8 @@ class _Carrying(nn.Module):
         self._ddp_params_and_buffers_to_ignore = [f"model.{name}" for name in ignored]
         named = model.named_parameters()
         self.exchanged = [p for name, p in named if p.requires_grad and name not in ignored]
-        # DDP waits for each parameter's gradient, and that of the last layer comes first. If a pass may leave
-        # out parameters, any of them may be the first.
+        # DDP waits for each parameter's gradient, and the last layer's comes first. If a pass may leave out
+        # parameters, any parameter may be the first.
         for parameter in self.exchanged if finds_unused else self.exchanged[-1:]:
             parameter.register_post_accumulate_grad_hook(self._add_piggybacked)  # type: ignore[no-untyped-call]
 

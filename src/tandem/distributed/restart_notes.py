@@ -1,7 +1,7 @@
 """Tell all agents why ranks exit together, and what the next generation must do differently.
 
 A rank writes to the agents' store before it exits. An agent whose ranks lose it as a peer can therefore read
-there why.
+the reason there.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ def write(store: Any, key: str, note: Any) -> None:
 
 
 def read(store: Any, key: str, kind: type[Note]) -> Note | None:
-    """Return what a rank of this or an earlier generation has written, if any has."""
+    """Return the note that a rank of this or an earlier generation has written, if any."""
     with contextlib.suppress(RuntimeError, ValueError, RecursionError):  # any client can write there
         if store.check([key]):
             return checked(kind, json.loads(store.get(key)))
@@ -93,6 +93,6 @@ def read(store: Any, key: str, kind: type[Note]) -> Note | None:
 
 
 def newest_in(store: Any) -> OutOfMemory | None:
-    """Return what a rank of this or an earlier generation has written to the agents' store, if any has."""
+    """Return the newest note about memory in the agents' store, of this or an earlier generation, if any."""
     found = read(store, OUT_OF_MEMORY, OutOfMemory)
     return found if found is not None and 0 < found.fits < found.samples else None

@@ -28,7 +28,7 @@ from tandem.torch_private import copy_all
 NO_ELEMENT = torch.empty(0)
 HEAD_BYTES = 64
 SMALL_BYTES = 2**20
-"""Values up to this size are sent at every snapshot; more of them only as often as SHARE allows."""
+"""Values up to this size are sent at every snapshot; larger ones only as often as SHARE allows."""
 SHARE = {"cpu": 0.03, "cuda": 0.01}
 """The share of the time that sending large values may take."""
 
@@ -69,7 +69,7 @@ def _broadcast_bytes_of(world: ProcessGroup, tensor: Tensor, source: int) -> Non
 
 
 class Rank0Values:
-    """Broadcasts the tensors that only rank 0 has the correct values of, all of them at once.
+    """Broadcasts, all at once, the tensors for which only rank 0 has the correct values.
 
     The first 24 bytes tell all ranks how many bytes follow, a digest of the tensors' shapes and dtypes, and
     after how many snapshots rank 0 sends again. So a rank whose tensors differ still joins the broadcast.
@@ -117,7 +117,7 @@ class Rank0Values:
         return self._views(raw) if fingerprint == layout.fingerprint >> 1 else None
 
     def _next_wait(self, now: float) -> int:
-        """Return how many snapshots there are until the next broadcast, so that it takes its share."""
+        """Return the number of snapshots until the next broadcast, so that broadcasts take at most SHARE."""
         interval = (now - self._sent_at) / self._waited
         self._sent_at = now
         self._waited = 1

@@ -59,7 +59,7 @@ def run_agent(node: NodeContext) -> AgentReport:
     placement = node.placement
     # torch's engine polls once a second, which every restart would have to wait for.
     shorten_rendezvous_waits(poll_intervals(placement.nodes).poll_seconds)
-    # Once, and not per connection: the other nodes keep using this store while this agent rejoins.
+    # Start it once, not per connection: the other nodes keep using this store while this agent rejoins.
     server = node.endpoint.host() if placement.node_rank == 0 else None
     if server is not None and node.endpoint.is_open:
         text = "this job has no secret (%s): anyone who can reach port %d can end it; see docs/security.md"
@@ -93,7 +93,7 @@ def run_agent(node: NodeContext) -> AgentReport:
         watchdog.close(server)
         node.workers.end_standby()
     # Node 0 has the log with the cause, and a platform cleans up when the first container exits. A node that
-    # the platform restarts (a retried code), or that has left an elastic job, has no reason to wait.
+    # the platform restarts (a retried code), or that has left an elastic job, need not wait.
     if placement.node_rank != 0 and not is_retried(report.code) and not report.has_left:
         wait_for_end_of_node_0(placement, LEAVE_SECONDS + node.view.linger_seconds, lambda: bool(node.stop))
     return report
@@ -149,7 +149,7 @@ def _run_connections(
                 agent.abandon()
             if not watchdog.has_trained and (agent is not None or not node.placement.spares):
                 # After a finished step, the loss of the store is node 0's failure and is charged there.
-                # Before one, the same cause would recur at every attempt, so it has to spend this node's
+                # Before one, the same cause would recur at every attempt, so the loss uses this node's
                 # budget.
                 budget.incidents += 1
             if budget.is_spent:

@@ -29,7 +29,7 @@ PLACE = ("nodes", "node_rank", "elastic", "master")
 def announce_error(words: Sequence[str], environ: Mapping[str, str], mistake: ConfigError) -> None:
     """End the nodes that wait for this one, with the reason; `words` are those after `tandem launch`.
 
-    Reaches the nodes that arrive within ANNOUNCE_SECONDS. Whether there are any is unknown here.
+    Reaches the nodes that arrive within ANNOUNCE_SECONDS, if there are any.
     """
     with suppress(ConfigError, OSError):
         placement = placement_of(words, environ)

@@ -79,13 +79,13 @@ def _launch(flags: Flags, environ: Environment, program: Program | None) -> int:
     stop = StopFlag().install()
     run, settings, placement, chosen = _begin(flags, environ, program)
     if placement.rank is not None and program is None:
-        # The platform has started a process for each rank, so there is nothing for an agent to start.
+        # The platform has started a process for each rank, so an agent would have no ranks to start.
         return _train(run, settings, placement, chosen)
     work = _workload_of(program, run, settings, chosen)
     work.check(placement, lambda: gpus_of(environ))
     if placement.starts_all:
         refuse_if_owned(run.where)  # fail early; node 0 takes the lease only once it has started
-    # Here, so that all simulated nodes get the same port.
+    # Reserve the port here, so that all simulated nodes get the same one.
     placement = with_port(placement)
     if placement.starts_all and placement.nodes > 1:
         words = [*as_flags(flags), *_notify_flag(settings)]
@@ -155,7 +155,7 @@ def _begin(
     """Return the run directory, the settings, this node's placement, and the names of explicit settings."""
     loaded = resolve(flags, environ)
     settings = loaded.settings
-    # First, because every process that is started later inherits the variables.
+    # Set the variables first, because every process that is started later inherits them.
     conceal(settings.telemetry.notify, os.environ, sys.argv)
     notes = list(loaded.notes)
     if program is not None:

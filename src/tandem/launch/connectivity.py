@@ -1,4 +1,4 @@
-"""Check what keeps nodes from connecting: names, the port, interfaces, clocks, WORLD_SIZE.
+"""Find out why nodes cannot connect: names, the port, interfaces, clocks, WORLD_SIZE.
 
 `tandem doctor` runs these checks, and so does an agent whose wait for the other nodes timed out.
 """
@@ -63,8 +63,8 @@ def others(
 ) -> Iterator[ConnectivityProblem]:
     """Check the port where nodes connect, and which nodes have joined the store there.
 
-    A TLS proxy in front of the store admits only nodes of the job, so others check just the port. `waited`:
-    the caller is an agent that has waited for the others. On node 0, this agent has the port open.
+    A TLS proxy in front of the store admits only nodes of the job, so other callers check just the port.
+    `waited`: the caller is an agent that has waited for the others; on node 0, it has the port open.
     """
     addresses = addresses_of(placement.master_host)
     skews = dict[str, float]()
@@ -148,7 +148,7 @@ def world_size(environ: Environment, placement: Placement | None, nproc: int) ->
     """Check for a WORLD_SIZE that counts pods although there are more ranks.
 
     This happens in a PyTorchJob whose nprocPerNode is not a number. Pass None as `placement` if it could not
-    be read. Returns None if the problem is another one.
+    be read. Returns None if WORLD_SIZE is not the problem.
     """
     stated = environ.get("WORLD_SIZE", "")
     pods = environ.get("PET_NNODES", "")
@@ -195,7 +195,7 @@ def _free(placement: Placement, address: str) -> ConnectivityProblem:
     """Check whether node 0 could listen where the others look for it."""
     port = placement.master_port
     with socket.socket(family_of(address)) as probe:
-        # As the store does: connections of an earlier job in TIME_WAIT do not count.
+        # The store does the same: connections of an earlier job in TIME_WAIT do not count.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address if placement.is_one_host else "", port))
@@ -253,7 +253,8 @@ def _nodes_and_skews(placement: Placement, connect: Connect) -> tuple[set[int], 
                 # Only a heartbeat that changes during this check is recent enough to compare.
                 if before.get(node.addr, beat) != beat and rank != placement.node_rank:
                     skew = time.time() - beat.timestamp()
-                    # The smallest counts, because the delay of writing and reading adds to the others.
+                    # The smallest difference counts, because delays of writing and reading increase the
+                    # others.
                     skews[f"node {rank}"] = min(skew, skews.get(f"node {rank}", skew), key=abs)
                 before[node.addr] = beat
             time.sleep(RENDEZVOUS_POLL_SECONDS)

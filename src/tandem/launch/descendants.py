@@ -28,7 +28,7 @@ def _end_with_agent(_number: int, _frame: FrameType | None) -> None:
 
 KEEPER = os.getpid()
 AGENT = os.getppid()
-with suppress(PermissionError):  # it leads a session already
+with suppress(PermissionError):  # it already leads a session
     os.setsid()
 signal.signal(signal.SIGCONT, _end_with_agent)
 end_with_parent(signal.SIGCONT)

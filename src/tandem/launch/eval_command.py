@@ -34,7 +34,7 @@ from tandem.timeouts import SUPERVISE_SECONDS
 log = logging.getLogger("tandem.run")
 
 OF_THIS_MACHINE = ("data_dir", "download", "device", "threads", "workers", "eval_batch_size", "nproc")
-"""Settings that variables and files may also set. All others are the checkpoint's unless a flag sets them."""
+"""Settings that variables and files may also set. All others are the checkpoint's, or set by a flag."""
 NOT_OF_THE_RUN = ("device", "threads", "workers", "batch_shares", "compile")
 """Settings of the training that do not apply to an evaluation, or to another machine."""
 
@@ -109,8 +109,8 @@ def settings_of(
     """Return the settings of the checkpoint in `directory`, overridden by those given now.
 
     Launch settings are not taken from the checkpoint. Also returns a line to print before the task is
-    imported, if the checkpoint names the task. Raises ConfigError, also if the checkpoint names a task file
-    inside the run directory: anyone who can write there could run code.
+    imported, if the checkpoint names the task. Raises ConfigError, for example if the checkpoint names a task
+    file inside the run directory: anyone who can write there could run code.
     """
     ran = Settings.from_dict(info.get("settings", {}), tolerant=True)
     default = Settings()

@@ -1,7 +1,7 @@
 """Fork ranks and simulated nodes from a process that has already imported torch.
 
 Importing torch, and what DDP imports lazily, takes seconds of one core and 400 MB. Here it happens once per
-node, or once for all simulated nodes. Every process forked from the server, also after a restart, has the
+node, or once for all simulated nodes. Every process forked from the server, even after a restart, has the
 modules at once and shares their memory. The server is multiprocessing's fork server, but forked from this
 process instead of started as a new interpreter. See docs/architecture.md#design-changes.
 """
@@ -40,7 +40,7 @@ def start_fork_server(preload: Sequence[str], folder: Path, keeps: bool = True) 
 
     Returns a function that waits until the imports are done.
 
-    `keeps`: every process that descends from the server ends with the caller (descendants.py).
+    `keeps`: all descendants of the server end with the caller (descendants.py).
 
     Call it from a process with a single thread. Unlike `start`, the returned function can be interrupted by
     signals. The server's socket is in `folder`, because multiprocessing's own directory would be left behind
@@ -72,7 +72,7 @@ def fork_server_pid() -> int | None:
 
 
 def end_fork_server() -> None:
-    """Kill the server at once, and with it everything forked from it. Does nothing if there is none."""
+    """Kill the server and everything forked from it at once. Does nothing if there is no server."""
     pid = fork_server_pid()
     if pid is not None:
         os.kill(pid, signal.SIGKILL)
@@ -108,10 +108,10 @@ def _fork(preload: Sequence[str]) -> int:
         # Before listen(): another user who connects could run code as this one.
         os.chmod(address, 0o600)
         listener.listen()
-        alive, ours = os.pipe()  # closes when no process holds our end any more
+        alive, ours = os.pipe()  # closes when no process has our end open
         secret = _secret()
         imported, imports = os.pipe()
-        # Text in a buffer would be copied by the fork, and written by both processes.
+        # The fork would copy buffered text, and both processes would write it.
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
@@ -139,7 +139,8 @@ def _serve(listener: int, alive: int, imports: int, preload: Sequence[str], secr
     """Become the fork server in the new process. Never returns into the caller's stack."""
     code = 1
     try:
-        # First, so that this process ends with the caller even if it is stopped before its first import.
+        # Do this first, so that this process ends with the caller even if it is stopped before its first
+        # import.
         end_with_parent(signal.SIGKILL)
         name_process(NAME)
         from tandem.launch.fork_server_signals import ignore_signals

@@ -3,8 +3,8 @@
 A scheduler signals the whole process tree. If the fork server died of such a signal, the agent would lose the
 exit codes of its ranks while they still save. `fork_server.py` forks it with these signals blocked, so none
 can arrive before it ignores them. The signals that stop a rank stay blocked: Linux keeps a blocked signal
-pending even if it is ignored, so a rank receives what was sent between its fork and the installation of its
-own handlers, which unblock the signals (`signals.unblock_stop_signals`). Imports no torch.
+pending even if it is ignored, so a rank receives signals that arrived between its fork and the installation
+of its own handlers, which unblock the signals (`signals.unblock_stop_signals`). Imports no torch.
 
 If multiprocessing starts the fork server again, as a new interpreter, importing this module is enough. That
 interpreter imports nothing from the current directory; `undo_safe_path` keeps this from affecting

@@ -107,8 +107,8 @@ def launch(
         assert tandem.launch(add, 1, 2, nodes=2, metrics=0).result == 3
 
     Raises ConfigError for a bad function or setting before anything starts, and TandemError with the job's
-    `exit_code` if the job fails. After Ctrl-C the job saves and stops, and KeyboardInterrupt is raised; a
-    second one ends the job at once.
+    `exit_code` if the job fails. Ctrl-C makes the job save and stop, then raises KeyboardInterrupt; a second
+    Ctrl-C ends the job at once.
     """
     if not callable(function):
         raise ConfigError(
@@ -188,7 +188,7 @@ class LaunchHandle:
         return self._result
 
     def stop(self) -> None:
-        """Have the job save and stop; a second call, at least 2 s later, ends it at once."""
+        """Make the job save and stop; a second call, at least 2 s later, ends it at once."""
         if self._process is not None:
             self._process.send_signal(signal.SIGINT)
 

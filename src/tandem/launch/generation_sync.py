@@ -20,8 +20,8 @@ from tandem.work.base import PROGRESS
 class GenerationStore:
     """The store of one round of the rendezvous; its reads wait for keys that other nodes have yet to write.
 
-    `look` is called between polls, which are at most `longest_pause` seconds apart, and raises what ends the
-    wait. `patience` is how many seconds a key is waited for. All other calls go to the store itself.
+    Polls are at most `longest_pause` seconds apart. Between polls, `look` is called; an error that it raises
+    ends the wait. `patience` is the limit for one key, in seconds. All other calls go to the store itself.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class GenerationStore:
     def get(self, key: str) -> bytes:
         """Return the value of `key`.
 
-        Raises StoreLostError if no node writes it in time, and what `look` raises.
+        Raises StoreLostError if no node writes it in time, and any error of `look`.
         """
         self._await([key])
         return bytes(self._store.get(key))
@@ -108,8 +108,8 @@ def ranks_store(store: Any) -> tuple[str, int]:
 def check_all_are_in(placement: Placement, nodes: int, node_rank: int) -> None:
     """Raise StoreLostError if a rendezvous of `nodes` nodes is not what the job asked for.
 
-    `node_rank` is the one that the rendezvous gave this node. With spares, a node that has just lost its
-    place may have joined instead of another.
+    `node_rank` is the rank that the rendezvous gave this node. With spares, a node that has just lost its
+    place may have joined instead of another node.
 
     The caller then rejoins the rendezvous.
     """

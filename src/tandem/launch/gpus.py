@@ -79,7 +79,7 @@ def gpus_per_node(
 ) -> list[dict[str, str]]:
     """Return the GPU variables of each simulated node; empty if there are no GPUs to divide.
 
-    If there are fewer GPUs than ranks, no rank gets one, because all ranks must train on the same kind of
+    If there are fewer GPUs than ranks, no rank gets a GPU, because all ranks must train on the same kind of
     device. Raises ConfigError if --device asks for GPUs.
     """
     if not gpus or compute.device == "cpu":

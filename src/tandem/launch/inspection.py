@@ -1,8 +1,8 @@
-"""Look inside the ranks of a running job: ask all of them for something, and collect the answers on node 0.
+"""Look inside the ranks of a running job: send a request to all of them, and collect the answers on node 0.
 
 Node 0's agent gets a request (`inspection_socket.py`, or the page), publishes it in the agents' store, and
-asks its own ranks. The watchdog's exchange of each other node reads it there. A node asks its ranks through
-their pipes, and its answers return through the store, because other nodes may not see the run directory. See
+asks its own ranks. On each other node, the watchdog's exchange reads the request there. A node asks its ranks
+through their pipes and answers through the store, because other nodes may not see the run directory. See
 docs/architecture.md#looking-inside-a-run.
 """
 
@@ -52,15 +52,15 @@ from tandem.timeouts import (
 log = logging.getLogger("tandem.inspection")
 
 KEY = "inspection"
-"""The key of the store with the open requests, a JSON list. It exists only while there are some."""
+"""The store's key for the open requests, a JSON list. It exists only while requests are open."""
 CHUNK_BYTES = 1024 * 1024
-"""An answer travels in values of this size: torch's store rejects those above 8 MiB."""
+"""An answer is sent in values of this size: torch's store rejects values above 8 MiB."""
 MOST_STEPS = 1000
 MOST_SECONDS = 600
 LEAD_SECONDS = 1.0
-"""Between a request and the first step of a profile: less than a second until all ranks have it."""
+"""Pause between a request and the first step of a profile: all ranks have the request within a second."""
 KEPT_BEATS = 25
-"""The last five seconds of heartbeats, from which the pace of the steps is known."""
+"""The heartbeats of the last five seconds, which show how fast the steps are."""
 STATES = {
     "T": "it is stopped",
     "t": "a debugger holds it",
@@ -118,14 +118,14 @@ class LocalRanks:
             self._give_up()
 
     def _read_dumps(self) -> None:
-        """Signal the ranks that did not answer, once, and read the stacks that the C handler dumped."""
+        """Signal the ranks that did not answer, once, and read the stacks that their C handlers dumped."""
         if not self._is_signaled:
             self._is_signaled = True
             pids = [self._pids[rank] for rank in self.missing]
             send(LAST_RESORT, [pid for pid in pids if has_handler(pid, LAST_RESORT)])
         for rank in self.missing:
             size = _bytes(self._files[rank])
-            # Once it no longer grows: the handler writes the main thread last.
+            # Wait until the file no longer grows: the handler writes the main thread last.
             if size == self._seen.get(rank) and size > self._sizes[rank]:
                 with suppress(OSError), self._files[rank].open(errors="replace") as file:
                     file.seek(max(0, self._sizes[rank]))
@@ -133,7 +133,7 @@ class LocalRanks:
             self._seen[rank] = size
 
     def finish(self) -> None:
-        """Record why the ranks that are still silent gave no answer, and add what py-spy has read."""
+        """Record why the silent ranks did not answer, and add the stacks that py-spy has read."""
         if self.missing and self.request.action == "profile":
             end = to_rank(replace(self.request, action=CANCEL), 0, self._folder)
             for rank in self.missing:
@@ -164,7 +164,7 @@ def _bytes(path: Path) -> int:
 
 
 class RemoteNodes:
-    """The answers of the other nodes to one request, which arrive in the store in chunks."""
+    """The other nodes' answers to one request, which arrive in the store in chunks."""
 
     def __init__(self, store: TCPStore, request: Request, nodes: Sequence[int], folder: Path) -> None:
         self._store = store
@@ -181,7 +181,7 @@ class RemoteNodes:
             if not self._store.check([key]):
                 continue
             value = bytes(self._store.get(key))
-            # The node sends the next chunk once this one is gone, so node 0 holds one per node at most.
+            # The node sends the next chunk once this one is gone, so the store has at most one per node.
             self._store.delete_key(key)
             self._parts[node].append(value[1:])
             if value[:1] != MORE:
@@ -217,7 +217,7 @@ def _unpacked(data: bytes, folder: Path, request: str) -> list[Answer]:
         for words, size in json.loads(head):
             answer = checked(Answer, words)
             if answer.file:
-                # Named here: another node must not choose where this one writes.
+                # The name is chosen here: another node must not decide where this one writes.
                 answer.file = f"{request}-{answer.rank}.file"
                 (folder / answer.file).write_bytes(rest[:size])
             rest = rest[size:]
@@ -230,7 +230,7 @@ def _unpacked(data: bytes, folder: Path, request: str) -> list[Answer]:
 def send_chunks(
     store: Any, request: Request, node: int, data: bytes, is_over: Callable[[], bool] = lambda: False
 ) -> None:
-    """Send a node's answers to node 0, the next chunk when the last one was read. Raises RuntimeError."""
+    """Send a node's answers to node 0, each chunk once the previous one was read. Raises RuntimeError."""
     chunks = [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
     for number, chunk in enumerate(chunks):
         key = _chunk_key(request.id, node, number)
@@ -250,7 +250,7 @@ class Inspector:
         self._open: dict[str, Request] = {}
         self._beats: dict[int, Beat] = {}
         self._progress = deque[tuple[float, int]](maxlen=KEPT_BEATS)
-        self._serving: dict[str, threading.Event] = {}  # requests of node 0, with what ends them
+        self._serving: dict[str, threading.Event] = {}  # requests of node 0, with the events that end them
 
     def note(self, beats: Sequence[Beat]) -> None:
         """Store the heartbeats of all ranks, as node 0 has them."""
@@ -260,7 +260,7 @@ class Inspector:
     def ask(
         self, action: str, options: Mapping[str, float], is_cancelled: Callable[[], bool] = lambda: False
     ) -> dict[str, Any]:
-        """Ask all ranks of the run on node 0, and return the answers as JSON has them.
+        """Ask all ranks of the run, on node 0, and return the answers as JSON values.
 
         Raises ConfigError if the request is refused: no rank is running, or the same is already running.
         """
@@ -286,7 +286,7 @@ class Inspector:
         return result
 
     def _request(self, action: str, options: Mapping[str, float]) -> Request:
-        """Return the request with what only node 0 knows. Raises ConfigError if it makes no sense."""
+        """Return the request with the facts that only node 0 has. Raises ConfigError if it makes no sense."""
         if action not in ACTIONS:
             raise ConfigError(f"unknown request {action!r}; expected one of {', '.join(ACTIONS)}")
         asked = {str(name): float(value) for name, value in options.items()}
@@ -303,7 +303,7 @@ class Inspector:
         return Request(uuid.uuid4().hex[:12], action, limit, asked)
 
     def _next_step(self) -> int:
-        """Return a step that no rank has reached when the request arrives, so that all record the same steps.
+        """Return a step that no rank reaches before the request does, so that all record the same steps.
 
         Raises ConfigError if no steps are known.
         """
@@ -313,7 +313,7 @@ class Inspector:
         first_at, first = self._progress[0]
         last_at, last = self._progress[-1]
         pace = (last - first) / (last_at - first_at) if last_at > first_at else 0.0
-        # Heartbeats and the request take their time, too.
+        # Heartbeats and the request take time, too.
         return last + 1 + math.ceil(pace * (time.monotonic() - last_at + LEAD_SECONDS))
 
     def _local_pids(self) -> dict[int, int]:
@@ -378,7 +378,7 @@ class Inspector:
 
     def _other_nodes(self) -> list[int]:
         placement = self._node.placement
-        # In an elastic job, only nodes that send heartbeats are sure to be there.
+        # In an elastic job, only nodes that send heartbeats are certainly present.
         known = {beat.node for beat in self._beats.values()} if placement.elastic else range(placement.nodes)
         return sorted(set(known) - {self._number})
 

@@ -1,4 +1,4 @@
-"""Connect `tandem stacks` and its like with node 0's agent: a Unix socket, which only the run's user reaches.
+"""Connect `tandem stacks` and similar commands to node 0's agent by a Unix socket for the run's user only.
 
 The agent writes the socket's path to the run's log directory. A request and its answer are one line of JSON
 each. The client needs no torch.
@@ -34,7 +34,7 @@ HINT = "run this on node 0: kubectl exec POD -- ..., srun --overlap --jobid JOB 
 
 
 class InspectionSocket:
-    """Serves requests from a thread in a `with` block. If the socket cannot be opened, there is none."""
+    """Serves requests from a thread in a `with` block. If the socket cannot be opened, nothing is served."""
 
     def __init__(self, node: "NodeContext", inspector: "Inspector") -> None:
         self._inspector = inspector

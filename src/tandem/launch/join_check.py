@@ -1,8 +1,8 @@
-"""`tandem doctor --join`: the nodes of a job meet, test each other, and learn which of them must stay out.
+"""`tandem doctor --join`: the nodes of a job connect, test each other, and learn which must stay out.
 
-Every node runs it with the settings of its `tandem launch`. Node 0 hosts the store and gives the orders: each
-node answers them, and node 0 decides by `join_rules` what the answers mean. All nodes print the same verdict.
-See docs/troubleshooting.md#check-the-nodes-of-a-job.
+Every node runs it with the settings of its `tandem launch`. Node 0 hosts the store and gives orders. The
+nodes answer, and node 0 judges the answers by `join_rules`. All nodes print the same verdict. See
+docs/troubleshooting.md#check-the-nodes-of-a-job.
 """
 
 import json
@@ -61,7 +61,7 @@ VolumeCheck = Callable[[Path], Iterable[ConnectivityProblem]]
 
 @dataclass(frozen=True)
 class CheckOrder:
-    """What the nodes of `nodes` are to test now; each has the arguments for its part. `verdict` ends it."""
+    """The test that each node in `nodes` runs now, with its arguments. A `verdict` ends the check."""
 
     kind: str
     nodes: dict[str, list[Any]] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class CheckOrder:
 
 @dataclass(frozen=True)
 class CheckAnswer:
-    """What a node measured, by name, and checks that failed; `names` is text that others need."""
+    """A node's measurements, by name, and its failed checks; `names` is text that other nodes need."""
 
     values: dict[str, float] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
@@ -82,7 +82,7 @@ def check_nodes(
 ) -> tuple[int, dict[str, Any]]:
     """Take part in the check; return this node's exit code and the verdict about all nodes, for JSON.
 
-    Raises ConfigError if this is no job of several nodes, and PeerLostError if they do not meet.
+    Raises ConfigError if the job has a single node, and PeerLostError if the nodes do not connect.
     """
     placement = detect(of_this_process(environ), socket.gethostname(), settings.launch)
     nodes = placement.nodes + placement.spares
@@ -103,7 +103,7 @@ def check_nodes(
         if is_first:
             came = [each for each in verdict["nodes"] if each["host"]]
             stay_until_all_left(store, len(came), left)
-    # The last three: not an answer or order of this program.
+    # The last three: text that is no answer or order of this program.
     except (RuntimeError, StoreLostError, ValueError, TypeError, KeyError) as error:
         remedy = "start it again on all nodes" if is_first else "see the output of node 0"
         raise PeerLostError(f"the check of the nodes was cut off: {first_line(error)}; {remedy}") from error
@@ -134,7 +134,7 @@ def as_text(verdict: Mapping[str, Any]) -> str:
 
 
 class NodeUnderTest:
-    """One node: it carries out the orders."""
+    """One node, which carries out the orders."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class NodeUnderTest:
                 store.set(_answer_key(number, self.number), _text(self.obey(order)))
 
     def hello(self) -> CheckAnswer:
-        """Check what needs no other node, and say where this node listens."""
+        """Run the checks that need no other node, and report where this node listens."""
         began = time.monotonic()
         checks = list[ConnectivityProblem]()
         run = RunDir(self._run_dir or "runs")
@@ -233,7 +233,7 @@ class SpeedTry(NamedTuple):
 
 
 class CheckCoordinator:
-    """Node 0: it gives the orders, and decides."""
+    """Node 0, which gives the orders and decides."""
 
     def __init__(self, store: TCPStore, node: NodeUnderTest, nodes: int, patience: float) -> None:
         self._store = store
@@ -277,7 +277,7 @@ class CheckCoordinator:
                 self._checks[node].append(_failed("start", text))
 
     def _ask(self, kind: str, nodes: Mapping[int, Sequence[Any]]) -> dict[int, CheckAnswer]:
-        """Give an order to some nodes, this one possibly among them; return their answers."""
+        """Give an order to some nodes, which may include this one; return their answers."""
         self._number += 1
         order = CheckOrder(kind, {str(node): list(arguments) for node, arguments in nodes.items()})
         self._store.set(_order_key(self._number), _text(order))
@@ -289,7 +289,7 @@ class CheckCoordinator:
         keys = {_answer_key(number, node): node for node in nodes}
         ends = time.monotonic() + seconds
         known = set[str]()
-        # `known` is of this order only, and all of its keys are read again: they are few and small.
+        # `known` covers this order only, and all its keys are read again: they are few and small.
         while len(found := read_all(self._store, list(keys), known)) < len(keys) and time.monotonic() < ends:
             time.sleep(JOIN_POLL_SECONDS)
         answers = {keys[key]: checked(CheckAnswer, json.loads(text)) for key, text in found.items()}
@@ -339,7 +339,7 @@ class CheckCoordinator:
 
     def _compare_speeds(self) -> None:
         self._measure_speeds(self._present)
-        # Measure these again, because the slow try may have been a bad moment. The better one counts.
+        # Measure these again, because the slow attempt may have been a bad moment. The better one counts.
         self._measure_speeds({node for node, _ in self._slow_devices()}.intersection(self._present))
         for (node, name), share in self._slow_devices().items():
             tries = self._speeds[node, name]
@@ -351,7 +351,7 @@ class CheckCoordinator:
             self._checks[node].append(_failed("speed", text))
 
     def _measure_speeds(self, nodes: Iterable[int]) -> None:
-        """Let nodes measure at the same time, but those of one machine only as many as it has cores."""
+        """Let nodes measure at the same time, but on one machine no more nodes than it has cores."""
         for turn in _turns({node: self._hellos[node] for node in sorted(nodes)}):
             for node, answer in self._ask("speed", dict.fromkeys(turn, ())).items():
                 throttled = answer.values.get("throttled", 0.0)
@@ -369,7 +369,7 @@ class CheckCoordinator:
         return found
 
     def _compare_links(self) -> None:
-        # A node that hardly gets a core has a slow link, too, and its partners would be measured in vain.
+        # A node that hardly gets a core also has a slow link, so measuring its partners would be useless.
         slow = {node for node, checks in self._checks.items() if any(each.name == "speed" for each in checks)}
         nodes = [each for each in self._present if each not in slow]
         rounds = 0
@@ -426,7 +426,7 @@ class CheckCoordinator:
 
 
 def _turns(hellos: Mapping[int, CheckAnswer]) -> Iterator[list[int]]:
-    """Yield the nodes that measure at the same time: of one machine, no more than it has cores."""
+    """Yield the nodes that measure at the same time: on one machine, no more than it has cores."""
     machines = dict[str, list[int]]()
     for node, hello in hellos.items():
         machines.setdefault(hello.names["machine"], []).append(node)
@@ -446,7 +446,7 @@ def _turns(hellos: Mapping[int, CheckAnswer]) -> Iterator[list[int]]:
 
 
 def _kind(name: str) -> str:
-    """Return the kind in a device's name, such as "cuda:0 NVIDIA H100": two devices of a kind are alike."""
+    """Return the kind in a device's name, such as "cuda:0 NVIDIA H100", to compare devices of one kind."""
     return name.partition(" ")[2]
 
 

@@ -1,7 +1,7 @@
 """Measure, for `tandem doctor --join`, the devices of this node and its link to another node.
 
-Nodes may share a busy machine. Time in which other processes had the core does not count, so that it is not
-mistaken for a slow node; time in which this node's own CPU limit stopped it does.
+Nodes may share a busy machine. Time in which other processes had the core does not count, because it says
+nothing about the node; time in which this node's own CPU limit stopped it does.
 """
 
 import hmac
@@ -25,7 +25,7 @@ PINGS = 16
 FIRST_BURST = 2**18
 LARGEST_BURST = 2**23
 LEAST_BURST_SECONDS = 0.02
-"""Bursts grow until one takes this long: a wait for a busy core must not be most of it."""
+"""Bursts grow until one takes this long: most of it must not be a wait for a busy core."""
 LEAST_BURSTS = 3
 LENGTH_BYTES = 8
 OK = b"k"
@@ -39,7 +39,7 @@ def cpu_stat_files(root: Path = Path("/")) -> Iterator[Path]:
 
 
 def throttled_seconds(files: list[Path]) -> float:
-    """Return for how long a CPU limit has stopped this process, in its own or a higher control group."""
+    """Return how long a CPU limit has stopped this process, in its own or a higher control group."""
     longest = 0.0
     for file in files:
         with suppress(OSError, ValueError):
@@ -51,14 +51,14 @@ def throttled_seconds(files: list[Path]) -> float:
 
 
 def _waited_seconds() -> float:
-    """Return for how long this thread has been ready to run, but had no core (sched-stats in the kernel)."""
+    """Return how long this thread has been ready to run but had no core (the kernel's schedstat)."""
     with suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
     return 0.0
 
 
 class OwnTime:
-    """The time of this thread since construction, split by what took it. One core's time, in seconds."""
+    """This thread's time since construction, split by cause: seconds of one core."""
 
     def __init__(self, files: list[Path]) -> None:
         self._files = files
@@ -69,7 +69,7 @@ class OwnTime:
 
     @property
     def wall(self) -> float:
-        """All of it."""
+        """The whole time."""
         return time.monotonic() - self._wall
 
     @property
@@ -83,8 +83,8 @@ class OwnTime:
         return min(throttled_seconds(self._files) - self._throttled, max(0.0, self.wall - self.cpu))
 
     def without_others(self) -> float:
-        """Return the time without that in which other processes had the core."""
-        # The kernel counts time stopped by a limit as waiting, too.
+        """Return the time without the part in which other processes had the core."""
+        # The kernel also counts time stopped by a limit as waiting.
         others = max(0.0, _waited_seconds() - self._waited - self.throttled)
         return max(self.wall - others, self.cpu, 1e-9)
 
@@ -107,7 +107,7 @@ class Speed(NamedTuple):
 
 
 def speed_of(device: torch.device, seconds: float = JOIN_SPEED_SECONDS) -> Speed:
-    """Multiply matrices on one core or one GPU for so long. Raises RuntimeError for a GPU that fails."""
+    """Multiply matrices on one core or one GPU for `seconds`. Raises RuntimeError for a GPU that fails."""
     if device.type != "cpu":
         return Speed(_speed_of_gpu(device, seconds), 0.0)
     threads = torch.get_num_threads()
@@ -156,7 +156,7 @@ class MeasuredLink(NamedTuple):
 
 
 class LinkListener:
-    """Where another node connects to measure the link. It must begin with `token`."""
+    """A listener for another node, which measures the link and must begin with `token`."""
 
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

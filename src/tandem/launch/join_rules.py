@@ -1,8 +1,8 @@
 """Decide which nodes stay out of a job, from what all of them measured. Pure: no store, clock or socket.
 
-Every limit is relative to the other nodes, and wide: a node is named for being slow only if it has less than
-a third of what the others have, at every try. A slow link has two ends, so a node is named only if it is slow
-with two different partners.
+Every limit is relative to the other nodes, and wide: a node is reported as slow only if it has less than a
+third of the others' speed at every attempt. A slow link has two ends, so a node is reported only if its links
+to two different partners are slow.
 """
 
 import statistics
@@ -14,16 +14,16 @@ from tandem.timeouts import CLOCK_SKEW_SECONDS
 ENOUGH_SHARED_BYTES = 256 * 2**20
 """Docker's default is 64 MiB, which a few batches of images in loader processes fill."""
 SLOW_SHARE = 1 / 3
-"""A share of the median of the other nodes. Equal nodes on a busy machine differ by less, see `OwnTime`.
+"""Share of the other nodes' median. Equal nodes on a busy machine differ by less, see `OwnTime`.
 
-Of an even number of others, the worse of the two in the middle counts: of three nodes, one that is fast must
-not make the other two slow.
+With an even number of others, the worse of the two middle values counts: one fast node of three must not make
+the other two look slow.
 """
 SLOW_LATENCY = 10
 LEAST_LATENCY_SECONDS = 0.005
-"""A round trip is too slow if it is so many times the median of the others, and this much longer."""
+"""A round trip is too slow if it is SLOW_LATENCY times the others' median, and this much longer."""
 PARTNERS = 2
-"""The number of other nodes with which a link must be slow."""
+"""The number of partners with which a node's link must be slow."""
 NOBODY = -1
 
 Key = TypeVar("Key", bound=Hashable)
@@ -37,7 +37,7 @@ class ClockOffset(NamedTuple):
 
 
 class LinkRate(NamedTuple):
-    """Two nodes' link: bytes per second in the slower direction (0: no connection), round trip in seconds."""
+    """The link of two nodes: bytes/s in the slower direction (0: no connection), round trip in seconds."""
 
     first: int
     second: int
@@ -50,9 +50,9 @@ class LinkRate(NamedTuple):
 
 
 def pairs_of_round(nodes: Sequence[int], number: int) -> list[tuple[int, int]]:
-    """Pair the nodes; no two meet again within `rounds_of` rounds, and with an odd number, one has a rest.
+    """Pair the nodes; no pair recurs within `rounds_of` rounds. With an odd number, one node pauses.
 
-    This is the circle method of round-robin tournaments: one keeps its seat, the others move on by one.
+    This is the circle method of round-robin tournaments: one keeps its seat, the others move by one.
     """
     seats = [*nodes, NOBODY] if len(nodes) % 2 else [*nodes]
     if len(seats) < 2:
@@ -69,7 +69,7 @@ def rounds_of(nodes: Sequence[int]) -> int:
 
 
 def wrong_clocks(offsets: Mapping[int, ClockOffset]) -> dict[int, float] | None:
-    """Return the nodes whose clock differs from most others', and by how many seconds it is ahead.
+    """Return the nodes whose clock differs from most others', with the seconds by which it is ahead.
 
     Returns None if clocks differ, but no majority agrees: with two nodes, either may be wrong.
     """
@@ -93,9 +93,9 @@ def _agree(one: ClockOffset, other: ClockOffset) -> bool:
 
 
 def far_below(values: Mapping[Key, float]) -> dict[Key, float]:
-    """Return what has less than SLOW_SHARE of the median of the others, with its share of that median.
+    """Return the keys below SLOW_SHARE of the others' median, with their share of that median.
 
-    `values` may be the best of a device's tries, in any unit of speed. What is alone is never below.
+    `values` may be each device's best attempt, in any unit of speed. A key without others is never below.
     """
     shares = dict[Key, float]()
     for key, value in values.items():
@@ -106,9 +106,9 @@ def far_below(values: Mapping[Key, float]) -> dict[Key, float]:
 
 
 def slow_links(links: Sequence[LinkRate]) -> dict[int, int]:
-    """Return the nodes all of whose links are slow, and with how many partners that was tried.
+    """Return the nodes whose links are all slow, with the number of partners tried.
 
-    A link is compared with the links of the other nodes, so a node without those is never slow.
+    A link is compared with the links between other nodes; without any, no node is slow.
     """
     found = dict[int, int]()
     for node in sorted({each for link in links for each in (link.first, link.second)}):
@@ -126,7 +126,7 @@ def _is_slow(link: LinkRate, others: Sequence[LinkRate]) -> bool:
 
 
 def needs_another_round(nodes: Sequence[int], links: Sequence[LinkRate], rounds: int) -> bool:
-    """Return whether a node has no link yet, or none to compare with, or too few partners to be sure."""
+    """Return whether a node has no link yet, no link to compare with, or too few partners to be sure."""
     if rounds >= rounds_of(nodes):
         return False
     for node in nodes:

@@ -2,8 +2,7 @@
 
 A process name is not enough: another run has a tandem-rank-1 too, and tandem-rank-1 is a prefix of
 tandem-rank-10. The rank is therefore the topmost process that has RUN/log/rank-1.log open for writing. Links
-do not count, neither one in this run that leads to another run's logs, nor one in another run that leads
-here.
+do not count, neither from this run to another run's logs nor from another run to these.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A node's connections to node 0: find out why node 0 does not answer, and cut them."""
+"""Find out why node 0 does not answer, and cut the connections to it."""
 
 import os
 import socket
@@ -14,7 +14,7 @@ from tandem.timeouts import MASTER_ANSWER_SECONDS, STORE_RETRY_SECONDS
 
 
 class MasterProbe:
-    """Tell a frozen agent of node 0 from a lost one, in the background.
+    """Distinguish a frozen agent of node 0 from a lost one, in the background.
 
     The kernel of a frozen process accepts connections, but the process does not answer. If the store answers
     on a new connection, only the old ones are dead. `connect` opens a connection to the store at `host`:
@@ -55,7 +55,7 @@ class MasterProbe:
 
 
 def cut_connections(port: int) -> None:
-    """Shut down this process's connections to `port`, so that a thread that reads from one gets an error.
+    """Shut down this process's connections to `port`, so that threads that read from them get an error.
 
     shutdown() wakes a blocked read; close() would not.
     """
@@ -64,7 +64,7 @@ def cut_connections(port: int) -> None:
             descriptor = int(name)
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
-            # A copy: `with` closes what it wraps, but torch's client owns the original.
+            # Use a copy: `with` closes its socket, but torch's client owns the original.
             with socket.socket(fileno=os.dup(descriptor)) as copy:
                 if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getpeername()[1] == port:
                     copy.shutdown(socket.SHUT_RDWR)

@@ -30,10 +30,10 @@ from tandem.torch_private import leave_rendezvous, stop_keep_alive
 
 
 class LastCall(RendezvousTimeout):
-    """How long MIN nodes wait for more: `settle_seconds` at the start, LAST_CALL_SECONDS later.
+    """Limit for which MIN nodes wait for more: `settle_seconds` at the start, LAST_CALL_SECONDS later.
 
-    The first generation of a store belongs to a job that starts, or whose node 0 was restarted: the other
-    nodes are a few seconds away. Later, missing nodes are lost.
+    In a store's first generation, the job has just started or its node 0 was restarted: the other nodes
+    arrive within seconds. Later, missing nodes are lost.
     """
 
     def __init__(self, join_seconds: float, settle_seconds: float = FIRST_CALL_SECONDS) -> None:
@@ -68,7 +68,7 @@ class Departures:
         """Announce that this node was asked to stop in this generation.
 
         Without --elastic nothing is written. Node 0 may be frozen, and its store would delay a node that only
-        has to exit.
+        needs to exit.
         """
         if self._placement.elastic is None:
             return
@@ -99,7 +99,7 @@ class Departures:
             leave_rendezvous(handler)
 
 
-# Judge which nodes are alive by this node's own clock.
+# Judge by this node's own clock which nodes are alive.
 #
 # torch's rendezvous writes each node's wall clock into the shared state and compares it with the reader's
 # clock. A node whose clock is six seconds behind would be dead to all others at once, and they would train
@@ -118,7 +118,7 @@ class ClockTranslator:
 
     def __init__(self, last_call: LastCall) -> None:
         self._last_call = last_call
-        self._seen: dict[Any, tuple[datetime, float]] = {}  # what was written, and when it was first read
+        self._seen: dict[Any, tuple[datetime, float]] = {}  # the time as written, and when it was first read
         self._given: dict[Any, datetime] = {}  # what this node's rendezvous received instead
 
     def received(self, state: Any) -> Any:
@@ -177,6 +177,6 @@ class Membership:
         while not self._closing.wait(MEMBERSHIP_SECONDS):
             try:
                 self._found = self._ask()
-            except Exception as error:  # re-raised in the agent's thread, which decides what it means
+            except Exception as error:  # re-raised in the agent's thread, which handles it
                 self._error = error
                 return

@@ -1,8 +1,8 @@
 """Explain flags that were typed on the wrong side of a script.
 
-What follows a script belongs to it, as under torchrun. A script may have a flag of the same name, so nothing
-is moved. A script that rejects a flag of tandem gets a hint. Flags before a plain script get a warning if
-they only concern tasks and custom loops.
+Words after a script belong to it, as under torchrun. A script may have a flag of the same name, so nothing is
+moved. A script that rejects a flag of tandem gets a hint. Flags before a plain script get a warning if they
+only concern tasks and custom loops.
 """
 
 import re
@@ -19,13 +19,13 @@ from tandem.launch.torchrun_flags import SWITCHES
 from tandem.script.job import Program
 
 REJECTS = re.compile(r"unrecogni[sz]ed|no such option|unknown|unexpected", re.IGNORECASE)
-"""How argparse, click and others begin to say that they do not know a flag."""
+"""Words with which argparse, click and others reject an unknown flag."""
 
 TRAINING_SLICES = ("data", "optimization", "exchange", "evaluation", "checkpoint")
 TRAINING_SETTINGS = ("epochs", "steps", "seed", "strategy", "sync_batchnorm", "precision", "compile")
 """Settings that tasks and custom loops read; a script without tandem does not."""
 MOST_FILES = 200
-"""How many files next to a script are searched for tandem."""
+"""Limit for the files next to a script that are searched for tandem."""
 
 
 def without_effect(program: Program, flags: Mapping[str, Given]) -> str:

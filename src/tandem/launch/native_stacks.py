@@ -1,4 +1,4 @@
-"""Read stacks with native frames from outside the process, with py-spy where it is installed.
+"""Read stacks with native frames from outside the process, with py-spy if it is installed.
 
 py-spy stops a rank for about a second while it reads the stacks, because torch has many symbols.
 """
@@ -44,7 +44,7 @@ class NativeStacks:
         return all(process.poll() is not None for process in self._running.values())
 
     def of_rank(self, rank: int) -> dict[str, Any]:
-        """Return the facts that py-spy adds to a rank's answer: its threads, or why there are none."""
+        """Return what py-spy adds to a rank's answer: its threads, or why they are missing."""
         if not self._program:
             return {"note": MISSING}
         text = ""

@@ -53,12 +53,12 @@ def run_this_node(
     stop: StopFlag,
     header: str = "",
 ) -> int:
-    """Do everything that one node does in a run, and return its exit code (see `errors`).
+    """Run one node's part of a job, and return its exit code (see `errors`).
 
     `header` is printed once nothing is wrong with the settings and the task.
     """
     name_process(f"tandem-node-{placement.node_rank}")
-    key = take_key(os.environ)  # the variable goes; ranks must not see the secret
+    key = take_key(os.environ)  # removes the variable; ranks must not see the secret
     set_for_ranks(placement.is_one_host, work.has_own_store)
     # `scratch` is a temporary directory for sockets.
     with run.made(not placement.node_rank), scratch() as folder, contextlib.ExitStack() as opened:
@@ -107,7 +107,7 @@ class _Prepared(NamedTuple):
 def _prepare(
     run: RunDir, settings: Settings, placement: Placement, work: Workload, lease: Lease
 ) -> _Prepared:
-    """Check what can be wrong before any rank starts; on node 0, also open the run directory.
+    """Check for mistakes before any rank starts; on node 0, also open the run directory.
 
     Raises TandemError.
     """
@@ -133,7 +133,7 @@ def _run_agent(
     stop: StopFlag,
     prepared: _Prepared,
 ) -> int:
-    """Run the agent, together with what shows the run to the outside."""
+    """Run the agent, with the threads that show the run to the outside."""
     with log_if_slow("importing the agent"), without_collection():
         from tandem.checkpoint.snapshot import newest_step
         from tandem.launch.agent import run_agent
@@ -216,7 +216,7 @@ def _run_counted(node: "NodeContext", starts: CrashLoop) -> "AgentReport":
 def _ranks_for_gpus(settings: Settings) -> int:
     """Return the number of ranks for `--nproc auto`: one per GPU (or group of GPUs), else one.
 
-    A strategy that uses a single process gets one rank, too.
+    A strategy that uses a single process also gets one rank.
     """
     if settings.compute.device == "cpu" or settings.compute.strategy_name in ONE_PROCESS:
         return 1

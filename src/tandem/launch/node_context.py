@@ -74,10 +74,9 @@ class NodeContext:
         )
 
     def connection(self, prefix: str, store: Any) -> Connection:
-        """Return how the ranks of a generation connect: below `prefix` in the agents' store.
+        """Return how the ranks of a generation connect: under `prefix` in the agents' store.
 
-        The address of a store that they have to themselves is in the `store` of the generation. Raises
-        StoreLostError.
+        If they have a separate store, its address is in the `store` of the generation. Raises StoreLostError.
         """
         master = self.endpoint.of_ranks(*ranks_store(store)) if self.work.has_own_store else None
         return Connection(

@@ -1,6 +1,6 @@
-"""Tell the outside how a launch is doing: a webhook (`--notify`), and Kubeflow Trainer's status endpoint.
+"""Report how a launch is doing to a webhook (`--notify`) and to Kubeflow Trainer's status endpoint.
 
-Only node 0's agent does, in threads that nothing waits for while the run lasts.
+Only node 0's agent reports, in threads that nothing waits for while the run lasts.
 """
 
 import logging
@@ -33,7 +33,7 @@ class Outgoing:
         event: Callable[..., None],
         hide: Callable[[str], str],
     ) -> None:
-        """Begin, on node 0.
+        """Start reporting, on node 0.
 
         `count` takes samples, `event` writes a line to the journal, `hide` removes secrets from a text.
         """
@@ -60,7 +60,7 @@ class Outgoing:
             each.ended(state, code, reason)
 
     def flush(self, stop: StopFlag) -> None:
-        """Wait for the last messages, less long after a stop signal, and not after a second Ctrl-C."""
+        """Wait for the last messages: less time after a stop signal, none after a second Ctrl-C."""
         for each in self._receivers:
             each.flush(STOPPED_END_SECONDS if stop else OUTGOING_END_SECONDS, lambda: stop.interrupts > 1)
 

@@ -77,7 +77,7 @@ class PlaceTable:
         self._charged = dict.fromkeys(self.others, 0)
 
     def hear(self, node: int, report: NodeReport, now: float) -> None:
-        """Record a report; the store keeps the last one of a silent node, so only a new beat counts."""
+        """Record a report. The store keeps a silent node's last one, so only a new `beat` counts."""
         before = self._heard.get(node)
         if before is None or before.report.beat != report.beat:
             self._heard[node] = _NodeState(report, now)
@@ -115,7 +115,7 @@ class PlaceTable:
         """Assign the places of missing or lost nodes; return the changes.
 
         `is_interrupted`: a generation has ended and the next one waits for its nodes. `is_training`: the
-        ranks of node 0 have just finished a step, so the ranks of all nodes live.
+        ranks of node 0 have just finished a step, so the ranks of all nodes are alive.
         """
         changes = list[Reassignment]()
         for place in self._places:
@@ -148,13 +148,13 @@ class PlaceTable:
         holder = self.holders[place]
         heard = self._heard[holder.node]
         waiting = self._candidates(now)
-        # After a restart of node 0, a node that trained counts more than one that has only just come.
+        # After a restart of node 0, a node that has trained takes precedence over one that has just arrived.
         if not heard.report.has_run and (node := self._with_claim(place, waiting)) is not None:
             return Reassignment(place, node, None, "")
         silence = now - heard.at
         if heard.report.token != holder.token:
             why = "was restarted"
-        # While all ranks finish steps, a silent node's ranks live: only its reports do not arrive.
+        # While all ranks finish steps, a silent node's ranks are alive: only its reports do not arrive.
         elif silence > self._limits[0] and (is_interrupted or silence > self._limits[1]) and not is_training:
             why = f"has been silent for {silence:.1f} s"
         elif is_interrupted and self.failures(holder.node) >= MOST_FAILURES:
@@ -166,7 +166,7 @@ class PlaceTable:
             return None
         if not waiting:
             return None
-        # A node that is left out for its failures, above, has been charged for them already.
+        # A node that was left out above for its failures has already been charged for them.
         self._losses[holder.node] += 1
         return Reassignment(place, self._candidates(now)[0], holder.node, why)
 

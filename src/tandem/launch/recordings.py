@@ -1,8 +1,8 @@
 """Write the ranks' recordings to the run directory: their profiles as one trace, and memory snapshots.
 
-A trace needs the offsets of the nodes' clocks from node 0's, which are measured as in NTP: node 0 asks
-through the agents' store, the other node answers with its time, and the answer counts as given halfway
-between question and arrival. The store is on node 0, so a round takes one trip to the other node and back.
+A merged trace needs each node's clock offset from node 0, measured as in NTP: node 0 asks through the agents'
+store, the other node answers with its time, and that time counts as taken halfway between question and
+arrival. The store is on node 0, so a round takes one trip to the other node and back.
 """
 
 import json
@@ -22,20 +22,20 @@ from tandem.process import safe_path
 from tandem.telemetry.inspection import Answer
 
 ROUNDS = 8
-"""The quickest of them counts: a busy machine delays some."""
+"""Only the quickest round counts: a busy machine delays some."""
 FIRST_SECONDS = 5.0
-"""For the first answer: the other node reads its request five times a second."""
+"""Limit for the first answer: the other node checks for its request five times a second."""
 
 
 class Offset(NamedTuple):
-    """How many nanoseconds a node's clock is ahead of node 0's, and by how much that may be wrong."""
+    """A clock's offset from node 0's (ahead is positive) and its uncertainty, in nanoseconds."""
 
     ahead: int
     uncertainty: int
 
 
 def measure_clock(store: Any, prefix: str, clock: Callable[[], int] = time.time_ns) -> Offset | None:
-    """Measure one node's clock from node 0; `prefix` is the request's and the node's part of the store.
+    """Measure one node's clock from node 0; `prefix` is the store prefix of the request and the node.
 
     Returns None if the node does not answer.
     """
@@ -53,12 +53,12 @@ def measure_clock(store: Any, prefix: str, clock: Callable[[], int] = time.time_
             store.delete_key(key)
     except (RuntimeError, ValueError):
         return best
-    # A difference that the measurement cannot tell from none is none: nodes on one machine share a clock.
+    # An offset below the uncertainty counts as zero: nodes on one machine share a clock.
     return Offset(0, best.uncertainty) if best and abs(best.ahead) <= best.uncertainty else best
 
 
 def answer_clock(store: Any, prefix: str, clock: Callable[[], int] = time.time_ns) -> None:
-    """Answer node 0's rounds. Raises RuntimeError if node 0 does not ask."""
+    """Answer node 0's rounds. Raises RuntimeError if node 0 sends none."""
     for number in range(ROUNDS):
         key = f"{prefix}/asked/{number}"
         store.wait([key], timedelta(seconds=FIRST_SECONDS))
@@ -118,7 +118,7 @@ def write_merged(run_folder: Path, parts: Sequence[Mapping[str, Any]], job: Path
 
 
 def keep_snapshots(answers: Sequence[Answer], folder: Path, run_folder: Path) -> None:
-    """Move the allocator snapshots from `folder` to the run directory, and note their path in the answers."""
+    """Move the allocator snapshots from `folder` to the run directory, and add their paths to the answers."""
     for answer in answers:
         if answer.file:
             target = run_folder / layout.PROFILE / layout.memory_snapshot(answer.rank)

@@ -1,4 +1,4 @@
-"""Provide the store on node 0 and the job result in it, and wait for the master.
+"""Host the store on node 0, exchange the job result in it, and wait for the master.
 
 Every wait here checks signals and whether another node has ended the job.
 """
@@ -72,7 +72,7 @@ def raise_if_job_ended(store: TCPStore) -> None:
 
 
 def job_end_in(store: TCPStore) -> JobEndedError | None:
-    """Return the job result, or None while there is none. Raises StoreLostError.
+    """Return the job result, or None if there is none yet. Raises StoreLostError.
 
     Any client of the store can write there, so a value that is not an exit code counts as a permanent
     failure.
@@ -106,7 +106,8 @@ def publish_job_result(store: TCPStore, code: int, reason: str) -> None:
     before = store.compare_set(JOB_RESULT_KEY, "", value)
     # A node whose ranks succeeded may have published that before another node failed.
     if code != FINISHED and before.partition(b" ")[0] == str(FINISHED).encode():
-        # Not set(): a third node's failure may have replaced the success meanwhile, and the first counts.
+        # Do not use set(): a third node's failure may have replaced the success meanwhile, and the first
+        # counts.
         store.compare_set(JOB_RESULT_KEY, before.decode(errors="replace"), value)
 
 
@@ -121,14 +122,13 @@ def wait_for_end_of_node_0(placement: Placement, seconds: float, should_stop: Ca
     """Wait until node 0's port is closed, but at most `seconds`.
 
     A platform cleans up when the first container exits, and node 0 has the only log that explains the end.
-    This uses separate connections, because torch's store writes a stack trace when a read of it ends this
-    way.
+    This uses separate connections, because torch's store prints a stack trace when a read ends this way.
     """
     deadline = running_clock.now() + seconds
     with contextlib.suppress(OSError):
         while running_clock.now() < deadline and not should_stop():
             address = placement.master_host, placement.master_port
-            # No answer in time is a busy host; a node that has ended refuses, or its name is gone.
+            # A timeout means a busy host; a node that has ended refuses, or its name is gone.
             with contextlib.suppress(TimeoutError):
                 socket.create_connection(address, timeout=MASTER_ANSWER_SECONDS).close()
             time.sleep(MASTER_RETRY_SECONDS)
@@ -138,7 +138,7 @@ def read_all(store: TCPStore, keys: Sequence[str], known: set[str]) -> dict[str,
     """Return the values of `keys`, in one round trip for the keys in `known`; add new ones to `known`."""
     new = [key for key in keys if key not in known]
     if new:
-        # check() only answers whether all keys exist, so it is repeated for each if some are missing.
+        # check() only reports whether all keys exist, so it is repeated for each key if some are missing.
         known.update(new if store.check(new) else [key for key in new if store.check([key])])
     found = [key for key in keys if key in known]
     return dict(zip(found, store.multi_get(found), strict=True)) if found else {}
@@ -156,7 +156,7 @@ def check_job_result(store: TCPStore, is_done: Callable[[], bool]) -> None:
         if result.code != FINISHED or is_done():
             raise
         log.warning("the store says that the job has finished, but it has not; continuing")
-        # A store that is gone shows at the next poll.
+        # The next poll reports a store that is gone.
         with contextlib.suppress(RuntimeError):
             store.delete_key(JOB_RESULT_KEY)
 
@@ -171,7 +171,7 @@ def is_confirmed(store: TCPStore) -> bool:
 
 
 def serve(placement: Placement, port: int) -> TCPStore:
-    """Start a store on node 0; on a single host it listens on that host's address only.
+    """Start a store on node 0; for a job on one host, it listens only on that host's address.
 
     Node 0 connects by loopback, because its own name may be published only once it is ready. Raises
     RuntimeError, OSError.
@@ -197,7 +197,7 @@ def host_store(placement: Placement) -> TCPStore:
     """Start the store that all agents and ranks use. Raises PeerLostError if its port is taken."""
     try:
         store = serve(placement, placement.master_port)
-        # The job's name is last: other nodes wait for it, and then only look whether the rest is there.
+        # Set the job's name last: other nodes wait for it, and then only check that the rest exists.
         store.set(VERSION_KEY, __version__)
         store.set(NODES_KEY, str(placement.nodes))
         store.set(JOB_KEY, placement.job)

@@ -36,9 +36,9 @@ log = logging.getLogger("tandem.agent")
 
 STATE_KEY = "tandem/rendezvous"
 NO_STATE = b"none"
-FEW_NODES = 16  # the largest number of nodes that poll as often as timeouts.py says
+FEW_NODES = 16  # the largest number of nodes that poll as often as in timeouts.py
 MOST_BYTES = 16 * 2**20
-"""More than ten thousand nodes need."""
+"""Enough for ten thousand nodes."""
 NODES_NAMED = 8
 FLAGS = ("complete", "closed")
 WAITING = ("wait_list", "redundancy_list")
@@ -47,8 +47,8 @@ WAITING = ("wait_list", "redundancy_list")
 class WatchfulBackend(RendezvousBackend):
     """The state of the rendezvous in the agents' store.
 
-    Each poll of a waiting node also checks signals and the job result. Which nodes are alive is judged by
-    this node's own clock (`membership.py`). An invalid or missing state is replaced by the last valid one.
+    Each poll of a waiting node also checks signals and the job result. This node's own clock decides which
+    nodes are alive (`membership.py`). An invalid or missing state is replaced by the last valid one.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class WatchfulBackend(RendezvousBackend):
     def get_state(self) -> Any:
         """Return (state, token), or None if there is none yet."""
         self._before_poll()
-        # An exchange that expects no value reads the state, and restores it if the key is gone.
+        # A compare_set that expects no value reads the state, and restores it if the key is gone.
         return self._received(self._replace(b"", self._last))
 
     def set_state(self, state: bytes, token: Any = None) -> Any:
@@ -151,7 +151,7 @@ def handler_of(
 
 
 class PollIntervals(NamedTuple):
-    """Seconds between polls, between heartbeats, and the longest wait after a write that came late."""
+    """Seconds between polls and between heartbeats, and the longest wait after a write that came too late."""
 
     poll_seconds: float
     alive_seconds: int
@@ -191,7 +191,7 @@ def describe_joined_nodes(handler: DynamicRendezvousHandler, placement: Placemen
 
 
 def others_live(handler: DynamicRendezvousHandler, placement: Placement) -> bool:
-    """Return whether other nodes are alive, which would start over without the store.
+    """Return whether other nodes are alive; without the store, they would start over.
 
     Raises RendezvousError.
     """
@@ -258,7 +258,7 @@ def _node(words: Any) -> Any:
 
 
 def _checked(kind: type, value: Any) -> Any:
-    # Not isinstance(): bool is a subclass of int.
+    # Compare types, because isinstance() would accept bool, a subclass of int.
     if type(value) is not kind:
         raise ValueError(f"{type(value).__name__} instead of {kind.__name__}")
     return value

@@ -25,12 +25,12 @@ log = logging.getLogger("tandem.launch")
 
 
 def adjust_for_job(run: RunDir, settings: Settings, placement: Placement) -> Settings:
-    """Adjust the settings if a scheduler starts a job repeatedly, or many alike, in one run directory.
+    """Adjust the settings if a scheduler restarts a job, or starts a job array, in one run directory.
 
-    Every task of a job array needs its own run directory: they would overwrite each other's checkpoints, or
-    find the run complete. The first task writes its number down; the others get a ConfigError. Every node
-    checks this if it can see the directory, because a node that waited for a refused node 0 would exit with
-    200 and be restarted.
+    Every task of a job array needs its own run directory. In a shared one, they would overwrite each other's
+    checkpoints or find the run complete. The first task records its number; the others get a ConfigError.
+    Every node that sees the directory checks this, because a node that waited for a refused node 0 would exit
+    with 200 and be restarted.
 
     A job that the scheduler restarts resumes despite `--resume never`, or it would never end.
     """
@@ -78,8 +78,8 @@ def _write_once(note: Path, text: str) -> str:
 def prepare_run_dir(run: RunDir, settings: Settings, lease: Lease, decision: ResumeDecision | None) -> None:
     """Create the run directory and write config.json.
 
-    Removes the last launch's summary, unless the run is complete. A run that does not resume is a new one for
-    a tracker. Without a `decision`, a script decides by itself where it resumes. Raises ConfigError.
+    Removes the last launch's summary, unless the run is complete. To a tracker, a run that does not resume is
+    a new run. Without a `decision`, a script decides where it resumes. Raises ConfigError.
     """
     is_new = settings.checkpoint.resume == "never" or (decision is not None and decision.moved_to is not None)
     over = decision.kind == "complete" if decision is not None else is_finished(run.checkpoints)
@@ -111,7 +111,7 @@ ELSEWHERE = ("/tmp", "/dev/shm")
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """Create a temporary directory of this process, and remove it at the end.
+    """Create a temporary directory for this process, and remove it at the end.
 
     Its path is short enough for the name of a socket in it. Its name has the process ID and the PID namespace
     in which the ID counts, because containers may share a temporary directory. Directories of processes that
@@ -132,7 +132,7 @@ def scratch() -> Iterator[Path]:
 
 
 def _parents(name: str) -> list[Path]:
-    """Return where such a directory may be: the temporary directory, or others if its path is too long."""
+    """Return where to put it: the temporary directory, or other directories if that path is too long."""
     try:
         wanted = [tempfile.gettempdir(), *ELSEWHERE]
     except OSError:  # no candidate is writable

@@ -1,8 +1,8 @@
 """Make a script's process a rank: find its settings and position, and control how the process exits.
 
 Under an agent, the position is known (`position.launched`), and the agent's side controls the exit
-(`script/rank.py`). Elsewhere, the environment gives the position, as for `tandem train`, and the exit is
-controlled here.
+(`script/rank.py`). Otherwise the environment gives the position, as for `tandem train`, and this module
+controls the exit.
 """
 
 import atexit
@@ -86,7 +86,7 @@ class ScriptRank:
             self._exit.close = close
 
     def watch_stop_flag(self, stop: StopFlag) -> None:
-        """Report stops of `stop` and exit at a second Ctrl-C, unless an agent does that."""
+        """Report each stop in `stop` and exit at a second Ctrl-C, unless an agent does that."""
         if self._exit is not None:
             self._exit.watch_stop_flag(stop)
 
@@ -115,7 +115,8 @@ class ScriptExit:
     """Control what happens between a script's last line and the end of its process.
 
     `close(code)` is called when the script is over and returns the exit code. An error of tandem prints one
-    line and has its own code, a lost peer is 200, and any other error prints a traceback and is 1.
+    line and has its own code. A lost peer exits with 200. Any other error prints a traceback and exits with
+    1.
     """
 
     def __init__(self, standalone: StandaloneRank) -> None:

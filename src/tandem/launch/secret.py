@@ -1,6 +1,6 @@
 """Read the secret of a job: a variable or a file, the same on all nodes.
 
-Both may also be in .env, which is read only if the environment has neither.
+Either may be in .env, which is read only if the environment has neither.
 """
 
 import ctypes
@@ -42,7 +42,7 @@ def take_key(environ: MutableMapping[str, str]) -> bytes | None:
     if file:
         try:
             with Path(file).open(encoding="utf-8") as opened:
-                # The path may be a device without end. One character more shows that a secret is too long.
+                # The path may be an endless device. One extra character shows that a secret is too long.
                 text = opened.read(LONGEST_SECRET + 1)
         except OSError as error:
             raise ConfigError(
@@ -77,9 +77,9 @@ NOTIFY = "TANDEM_NOTIFY"
 
 
 def conceal(webhook: Webhook | None, environ: MutableMapping[str, str], words: list[str]) -> None:
-    """Remove the address of a webhook from this process's variables, arguments, and what `ps` shows.
+    """Remove a webhook's address from this process's variables and arguments, and from the output of `ps`.
 
-    `words` is sys.argv. What this process starts, such as ranks, then does not have it either.
+    `words` is sys.argv. Processes that it starts, such as ranks, then do not have it either.
     """
     variable = environ.pop(NOTIFY, "")
     if environ is os.environ:
@@ -91,7 +91,7 @@ def conceal(webhook: Webhook | None, environ: MutableMapping[str, str], words: l
 
 
 def _wipe_block(field: int, secret: bytes) -> None:
-    """Overwrite a text with stars in a block of memory that /proc shows (Linux: proc(5)).
+    """Overwrite a text with stars in memory that /proc shows (Linux: proc(5)).
 
     `field` of /proc/PID/stat is where it begins, and the next one is its end: 48 for /proc/PID/cmdline,
     50 for /proc/PID/environ. Both are 0 where the kernel hides them.

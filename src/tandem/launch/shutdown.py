@@ -41,8 +41,8 @@ def is_time_to_save(node: NodeContext, has_trained: bool, waits_since: float | N
     """Return whether to start the ranks once more, despite a stop, so that they can save.
 
     Between two generations, node 0's memory may have steps that no checkpoint has. The limit is the time that
-    ranks have to save and stop, and less if other nodes do not arrive (`waits_since`). A second Ctrl-C ends
-    the attempt.
+    ranks get to save and stop, or less if other nodes do not arrive (`waits_since`). A second Ctrl-C ends the
+    attempt.
     """
     if not has_trained or node.stop.at is None or node.stop.interrupts > 1:
         return False
@@ -120,9 +120,8 @@ def await_other_nodes(
 ) -> None:
     """Wait on node 0 until the ranks of all nodes have succeeded; the ranks here have.
 
-    `prefix` is that of the generation's keys in the store, and `nodes` how many took part.
-    Other nodes return at once. The wait lasts up to --master-timeout. Raises JobEndedError if other nodes end
-    in another way.
+    `prefix` is that of the generation's keys in the store, and `nodes` how many took part. Other nodes return
+    at once. The wait lasts up to --master-timeout. Raises JobEndedError if other nodes end in another way.
     """
     config = node.config
     heard = running_clock.now()
@@ -145,7 +144,7 @@ def await_other_nodes(
         if others_live(handler, node.placement):
             heard = now
             node.view.last_progress = time.time()
-        # A stop during this wait must not outlast the time that ranks have to stop.
+        # A stop during this wait must not take longer than ranks get to stop.
         if node.stop and not is_stopped:
             is_stopped = True
             deadline = min(deadline, now + config.shutdown_timeout)

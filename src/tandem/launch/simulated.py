@@ -1,7 +1,7 @@
 """Simulate nodes: `tandem launch --nodes N` on a laptop starts N processes that act as nodes.
 
-Each is placed by hand at its own loopback address, as a cluster would place it. All are forked from one
-process, so torch is imported once and is in memory once.
+Each gets a placement and its own loopback address, as on a cluster. All are forked from one process, so torch
+is imported once and is in memory once.
 """
 
 import importlib
@@ -99,7 +99,7 @@ def simulate(
         _supervise(nodes, settings.launch, stop)
         code = job_code([code for node in nodes if (code := node.code()) is not None])
         if was_killed(code) and nodes[0].code() == PEER_LOST:
-            code = PEER_LOST  # a node was lost for good, as node 0's summary says
+            code = PEER_LOST  # a node was lost for good, as node 0's summary shows
         if code == MISCONFIGURED and has_new_logs:
             run.forget_mistake()
         return code if stop.interrupts < 2 else INTERRUPTED_TWICE
@@ -108,8 +108,8 @@ def simulate(
 def _supervise(nodes: Sequence["SimulatedNode"], config: LaunchConfig, stop: StopFlag) -> None:
     """Wait until all nodes have ended; forward stop signals, and restart killed nodes.
 
-    Nodes are killed by a second Ctrl-C, and after the time that they have to stop; earlier if one is frozen
-    and cannot handle the signal. What they have started ends with them.
+    Nodes are killed at a second Ctrl-C, or when their time to stop is over; earlier if one is frozen and
+    cannot handle the signal. Processes that they started end with them.
     """
     restarts_left = config.max_restarts
     stops_at = float("inf")
@@ -119,7 +119,7 @@ def _supervise(nodes: Sequence["SimulatedNode"], config: LaunchConfig, stop: Sto
             stops_at = time.monotonic() + config.shutdown_timeout + DEAF_NODE_SECONDS
             for node in nodes:
                 node.signal(forwarded_as(stop.signal_number or signal.SIGTERM))
-        # No process can report how those nodes end any more, so the job cannot be supervised.
+        # No process can report how those nodes end, so the job can no longer be supervised.
         if stops_at == float("inf") and any(node.is_cut_off() for node in nodes):
             lost = "the process that forks the nodes was killed, probably because memory ran out"
             log.error("%s; the nodes save and stop; run the same command again to resume", lost)
@@ -138,7 +138,7 @@ def _supervise(nodes: Sequence["SimulatedNode"], config: LaunchConfig, stop: Sto
             _wait(nodes)
             return
         for index, node in enumerate(nodes):
-            # While processes of a killed node are left, a successor could not take over its position.
+            # A successor could not take over the position while processes of the killed node are left.
             killed_by = node.killed_by()
             is_to_start = killed_by and not stop and restarts_left > 0 and _others_run(nodes, index)
             if is_to_start and not _left_of(nodes):
@@ -157,7 +157,7 @@ def _wait(nodes: Sequence["SimulatedNode"]) -> None:
 def _left_of(nodes: Sequence["SimulatedNode"]) -> list[Process]:
     """Return the processes that killed nodes left behind; they soon end by themselves (descendants.py).
 
-    Writers of JSON logs do not count: they are orphans of all nodes, and a live node keeps its own.
+    Writers of JSON logs do not count: they are orphans of all nodes, and live nodes still have some.
     """
     left = below(fork_server_pid() or 0, {node.pid for node in nodes if node.code() is None})
     return [each for each in left if each.name != WRITER]
@@ -212,7 +212,7 @@ class SimulatedNode:
         return signal_name(shell_code(code)) if code < 0 else ""
 
     def is_cut_off(self) -> bool:
-        """Return whether no process can report its exit code any more; it has received SIGTERM then."""
+        """Return whether no process can report its exit code; it has received SIGTERM then."""
         return self._process is not None and self._process.exitcode == UNKNOWN and has_exited()
 
     def is_frozen(self) -> bool:
@@ -243,7 +243,7 @@ def _run_node(
         del os.environ[name]
     os.environ.update(variables)
     sys.argv = [sys.argv[0], "launch", *words]
-    # As `python -m tandem` would: the command line is in a higher layer.
+    # Do what `python -m tandem` would do: the command line is in a higher layer.
     importlib.import_module("tandem.cli").main()
 
 

@@ -29,7 +29,7 @@ from tandem.signals import StopFlag
 from tandem.text import format_duration, shown
 from tandem.timeouts import AT_ONCE_SECONDS, MONITOR_SECONDS, START_STOP_SECONDS
 
-# Handle a stop of a rank without an agent, which has to report it and to end what blocks it.
+# Handle a stop of a rank without an agent: report it, and end a blocked process.
 #
 # See docs/architecture.md#a-sigterm.
 
@@ -135,7 +135,7 @@ class StandaloneRank:
     """A rank without an agent, from its position in the job until `close`.
 
     Rank 0 hosts the page and the metrics. It calls `decision` once it holds the lease on the run directory;
-    without one, the script decides by itself where it resumes.
+    without it, the script decides where it resumes.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class StandaloneRank:
         names = trackers_of(settings, os.environ)
         if OTEL in names:
             self._view.write_for_otel()
-        if resume is None or resume.kind != "complete":  # counts as a start of the run, as under an agent
+        if resume is None or resume.kind != "complete":  # counted as a start of the run, as under an agent
             self._view.generation_started(1, self.position)
         self._tracker = opened.enter_context(TrackerProcesses(names, run.folder))
         self._grant = Grant(
@@ -220,7 +220,7 @@ class StandaloneRank:
 
     def _leave_at_once(self, code: int, reason: str) -> None:
         """End this process, whatever its main thread is doing, without leaving files or processes behind."""
-        # A volume or tracker that hangs below must not outlast a second Ctrl-C.
+        # A hung volume or tracker must not keep the process alive after a second Ctrl-C.
         last = threading.Timer(AT_ONCE_SECONDS, os._exit, (code,))
         last.daemon = True
         last.start()
@@ -239,7 +239,7 @@ class StandaloneRank:
 
 
 def position_of(placement: Placement) -> Position:
-    """Return the rank's position. How many ranks share its host is known only if a platform started them."""
+    """Return the rank's position; the number of ranks on its host is known only from a platform."""
     return Position(
         rank=placement.rank or 0,
         local_rank=placement.local_rank or 0,
@@ -254,7 +254,7 @@ def position_of(placement: Placement) -> Position:
 
 
 def connection_of(placement: Placement, launch: LaunchConfig) -> Connection:
-    """Return how the rank finds the others: by its platform, by --master, or not at all if it is alone."""
+    """Return how the rank finds the others: by its platform, by --master, or not at all for a single rank."""
     world_size = placement.world_size or 1
     init = "alone" if world_size == 1 else "env" if placement.platform == "torchrun" else "master"
     if world_size > 1 and launch.master is not None and not os.environ.get("MASTER_ADDR"):

@@ -49,8 +49,8 @@ AGENTS_STORE = 0
 class StoreEndpoint:
     """The stores of one job, as one node reaches them; `key` is derived from the job's secret, if it has one.
 
-    Other nodes have one proxy client for the agents' store, and one for the store of their ranks. A script
-    has a new store in each generation, so that client's target changes.
+    Other nodes have a proxy client for the agents' store and one for their ranks' store. A script has a new
+    store in each generation, so the second client's target changes.
     """
 
     def __init__(self, placement: Placement, key: bytes | None) -> None:
@@ -63,11 +63,11 @@ class StoreEndpoint:
         )
         self._ranks_proxy: ProxyClient | None = None
         self._proxy_server: ProxyServer | None = None
-        self._agents_port = self._ranks_port = 0  # of the stores on this host behind the proxy server
+        self._agents_port = self._ranks_port = 0  # of the stores behind this host's proxy server
 
     @property
     def is_open(self) -> bool:
-        """Return whether any host that reaches the port is served."""
+        """Return whether the store serves any host that can reach the port."""
         return self._key is None and not self.placement.is_one_host
 
     @property
@@ -91,7 +91,7 @@ class StoreEndpoint:
             return host, port
         if self.placement.node_rank == 0:
             return LOOPBACK, port
-        # One client for all generations: only the store that it asks for changes.
+        # One client serves all generations: only the store that it asks for changes.
         self._ranks_proxy = self._ranks_proxy or ProxyClient(self._master, self._key, port)
         self._ranks_proxy.name = port
         return LOOPBACK, self._ranks_proxy.port
@@ -119,7 +119,7 @@ class StoreEndpoint:
             store = serve(self.placement, 0)
         else:
             store = serve(self._here(), 0)
-            # Ranks of the last generation must not reach the new one, nor keep the old store alive.
+            # The last generation's ranks must not reach the new store, nor keep the old one alive.
             if self._ranks_port:
                 self._proxy_server.close(self._ranks_port)
             self._ranks_port = int(store.port)
@@ -180,8 +180,8 @@ class StoreEndpoint:
 def announce(endpoint: StoreEndpoint, code: int, reason: str = "", stop: StopFlag | None = None) -> None:
     """Tell the nodes that connect within ANNOUNCE_SECONDS why this node ends the job before it starts.
 
-    A node other than node 0 reports its error to node 0. It can end only its own job: not one whose nodes
-    have all joined already, nor an elastic job, which can start without this node.
+    A node other than node 0 reports its error to node 0. It can end only its own job, not one whose nodes
+    have all joined, nor an elastic job, which can start without this node.
     """
     placement = endpoint.placement
     if placement.nodes == 1:
@@ -190,7 +190,7 @@ def announce(endpoint: StoreEndpoint, code: int, reason: str = "", stop: StopFla
         f"telling the other nodes, for up to {ANNOUNCE_SECONDS:.0f} s; press Ctrl-C to stop"
     )
     meant = TandemError, StoreLostError, StopRequestedError, RuntimeError, ValueError
-    # The caller exits with the error that is announced; one of the announcement must not replace it.
+    # The caller exits with the announced error; an error of the announcement must not replace it.
     with progress, contextlib.suppress(*meant):
         if placement.node_rank == 0:
             store = endpoint.host()
@@ -208,7 +208,7 @@ def announce(endpoint: StoreEndpoint, code: int, reason: str = "", stop: StopFla
 
 
 def _is_missed(store: TCPStore, stop: StopFlag, deadline: float) -> bool:
-    """Return whether nodes wait for this one. Those that train do not, unless they have just lost it.
+    """Return whether nodes wait for this one. Nodes that train do not, unless they have just lost it.
 
     Waits for up to `deadline` (monotonic seconds) while they train. Raises ValueError for an invalid state.
     """

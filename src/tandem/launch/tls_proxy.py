@@ -1,4 +1,4 @@
-"""TLS proxies in front of node 0's stores, for jobs with a secret.
+"""Run TLS proxies in front of node 0's stores, for jobs with a secret.
 
 With a secret, the stores listen only on node 0's loopback. Connections from other nodes go through a proxy
 server there (`ProxyServer`), at the master's port, and a proxy client (`ProxyClient`) on each node, at a port
@@ -9,7 +9,7 @@ of that node's loopback:
 The TLS keys come from an anonymous key exchange. Each side then proves that it knows the secret and sees the
 same TLS connection ("tls-unique", RFC 5929), with a nonce from each side. A man in the middle, a replay, or a
 peer without the secret therefore gets no further, and there is no fallback. The server sends a greeting
-before TLS, so that a node can tell it from a store; the greeting proves nothing. See
+before TLS, so that a node can tell the server from a store; the greeting proves nothing. See
 docs/architecture.md#with-a-secret.
 """
 
@@ -39,7 +39,7 @@ CHUNK_BYTES = 65536
 NO_PROOF = bytes(PROOF_BYTES)
 NO_PROXY_SERVER = "no node 0 with a secret answers there"
 MAX_UNAUTHENTICATED = 64
-"""How many unauthenticated connections may be open at once. One more closes one of them."""
+"""Limit for unauthenticated connections that are open at once. One more closes one of them."""
 
 
 class ProxyRefusedError(OSError):
@@ -111,10 +111,10 @@ def accept_node(plain: socket.socket, key: bytes) -> tuple[ssl.SSLSocket, int]:
         theirs = _exactly(connection, NUMBER_BYTES)
         wanted = _exactly(connection, PORT_BYTES)
         words = (nonce, theirs, wanted)
-        # The node proves itself first. A stranger gets no digest for guessing the secret offline.
+        # The node proves itself first, so a stranger gets no digest to guess the secret offline.
         proof = _exactly(connection, PROOF_BYTES)
         if not hmac.compare_digest(proof, _proof(key, b"node", connection, *words)):
-            # Not just a close: the other side can then report that the secrets differ.
+            # Send this before closing, so that the other side can report that the secrets differ.
             connection.sendall(NO_PROOF)
             raise ProxyRefusedError("a different secret")
         connection.sendall(_proof(key, b"node 0", connection, *words))
@@ -144,9 +144,9 @@ def is_proxy(address: tuple[str, int]) -> bool:
 
 def _set_for_store(connection: socket.socket) -> None:
     """Set the socket options of a connection for the store's small requests and long waits."""
-    # The timeouts were for connecting. A read of the store may wait for a key much longer.
+    # The timeouts were for connecting. A read of the store may wait much longer for a key.
     connection.setblocking(True)
-    # A host that vanishes closes nothing, and this thread would wait for it without end.
+    # A host that vanishes closes nothing, and this thread would wait for it forever.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, QUIET_SECONDS)
     # The store's requests are small and wait for answers, which Nagle's algorithm would delay.

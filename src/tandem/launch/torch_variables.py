@@ -14,7 +14,7 @@ def set_for_ranks(is_one_host: bool, has_own_store: bool) -> None:
     wait_passively()
     use_older_nccl()
     number_gpus_by_slot()
-    if not has_own_store:  # a script's, whose dumps are its own concern
+    if not has_own_store:  # a script's store; its dumps are its own concern
         keep_nccl_errors_here()
 
 
@@ -36,7 +36,7 @@ def keep_nccl_errors_here() -> None:
     """Keep NCCL errors out of the agents' store, where later generations would read them.
 
     By default, torch writes a signal and a dump there. A rank that hangs writes its record anyway. With no
-    dump to wait for (torch's newer group: 15 s), the process is aborted at once.
+    dump to wait for (15 s in torch's newer group), the process aborts at once.
     """
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0")
@@ -62,10 +62,10 @@ def number_gpus_by_slot() -> None:
 
 
 def wait_passively() -> None:
-    """Let OpenMP threads sleep while they wait; spinning, they take cores that others compute on.
+    """Let OpenMP threads sleep while they wait; spinning would take cores from threads that compute.
 
     On a busy machine, that is the difference between a fair share of the throughput and a sixtieth of it.
-    OpenMP reads the variable when torch is imported. A value that the user has set wins, GOMP_SPINCOUNT
-    included.
+    OpenMP reads the variable when torch is imported. A value that the user has set wins, including
+    GOMP_SPINCOUNT.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -60,10 +60,10 @@ def _split_flags(words: Sequence[str]) -> tuple[list[str], dict[str, str], list[
             if not is_joined and index == len(words):
                 raise ConfigError(f"{flag} needs a value. {SEE}")
             theirs[flag] = value if is_joined else words[index]
-            # The value is a word of its own unless it follows a "=".
+            # The value is a separate word unless it follows a "=".
             index += not is_joined
         else:
-            # Flags of tandem alone stay as typed, so that an error quotes what the user wrote.
+            # Flags that only tandem has stay as typed, so that an error quotes what the user wrote.
             known = flag if flag in SAME else name
             following = words[index : index + 1]
             taken = following if not is_joined and takes_next(known, following) else []

@@ -35,7 +35,7 @@ PATIENCE = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": str(TRACKER_REQUEST_SECONDS),
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
 }
-"""tandem itself retries a server that is down. At the end of a run, these limits avoid a wait of minutes."""
+"""tandem itself retries a server that is down; these limits avoid a wait of minutes at the end of a run."""
 
 
 def trackers_of(settings: Settings, environ: Mapping[str, str]) -> list[str]:
@@ -66,7 +66,7 @@ class TrackerProcess:
                 self._close_input(self._process)
 
     def wait(self, deadline: float, has_no_time: Callable[[], bool]) -> None:
-        """Wait for the end of the process until `deadline` (monotonic), and kill it then."""
+        """Wait for the process to end until `deadline` (monotonic), then kill it."""
         while self._is_working() and time.monotonic() < deadline and not has_no_time():
             time.sleep(SUPERVISE_SECONDS)
         with self._lock:
@@ -85,7 +85,7 @@ class TrackerProcess:
         process = subprocess.Popen(
             [sys.executable, "-m", "tandem", "track", str(self._folder), "--tracker", self._name, "--follow"],
             stdin=subprocess.PIPE,
-            # The environment last: what the user has set wins.
+            # The environment comes last: what the user has set wins.
             env=safe_path({**PATIENCE, **os.environ}),
             preexec_fn=ignore_stop_signals,  # it ends with the agent, after the last rows
         )
@@ -106,7 +106,7 @@ class TrackerProcess:
             if not self._is_told.is_set():
                 say = "the process that sends to %s was killed (signal %d); restarting it"
                 log.warning(say, self._name, -code)
-            self._is_told.wait(pause)  # at the end, the rest is to be sent in time
+            self._is_told.wait(pause)  # at the end, the rest must be sent in time
             pause = min(2 * pause, TRACKER_LONGEST_PAUSE_SECONDS)
             with self._lock:
                 if self._is_given_up:
@@ -124,7 +124,7 @@ class TrackerProcesses:
         self._processes = [TrackerProcess(name, folder) for name in names]
 
     def ended(self, code: int, has_no_time: Callable[[], bool]) -> None:
-        """Wait for the last rows after the launch has ended, with a limit, and not after a second Ctrl-C."""
+        """Wait, with a limit, for the last rows after the launch has ended, but not after a second Ctrl-C."""
         words = {FINISHED: b"finished", STOPPED: b"stopped"}.get(code, b"failed")
         for each in self._processes:
             each.tell(words)

@@ -81,13 +81,13 @@ class NodeView:
         self._ending: dict[str, object] | None = None
         self._restarts = Restarts()
         self._nodes = placement.nodes
-        self._spares: list[int] | None = None  # the nodes that wait; None without --spares
+        self._spares: list[int] | None = None  # the waiting nodes; None without --spares
         self._world_size = placement.world_size
         self._signals_counted: dict[str, int] = {}
         age = agent_state.process_age_seconds()
         self._activities = agent_state.Activities(self._began - age)
         self._ledger = LedgerFile(run.folder / layout.GOODPUT, time.time() - age, self._began - age)
-        self._time: Mapping[str, object] = {}  # as the pages show it; none on other nodes
+        self._time: Mapping[str, object] = {}  # as the pages show it; empty on other nodes
         self._replays = agent_state.Replays()
         self.socket_path = scratch / "samples.sock"
         self.metrics = Registry(node=placement.node_rank)
@@ -142,7 +142,7 @@ class NodeView:
         )
 
     def inspect_by(self, ask: Ask) -> None:
-        """Let readers of the page who have the token look inside the ranks with `ask`, on node 0."""
+        """Let readers of the page with the token look inside the ranks through `ask`, on node 0."""
         if self._server is not None:
             self._server.inspection.ask = ask
 
@@ -172,7 +172,7 @@ class NodeView:
         self._otel.ended()
 
     def waits_as_spare(self) -> None:
-        """Record that the agent waits for a place in the world, and that the store has just answered."""
+        """Record that the agent waits for a place in the job, and that the store has just answered."""
         self.last_progress = time.time()
         self._state = "spare"
 
@@ -278,10 +278,10 @@ class NodeView:
             self._run.write_summary({**self._run.files().read(layout.SUMMARY), "verdict": sentence})
 
     def linger(self, stop: StopFlag) -> None:
-        """Wait until Prometheus has seen the final state, if it has ever scraped this run.
+        """Wait until Prometheus has scraped the final state, if it has ever scraped this run.
 
-        A stopped run waits as well, within --shutdown-timeout, because a stop that was not seen looks like a
-        lost node. A second Ctrl-C ends the wait, and so does a signal that arrives only now.
+        A stopped run waits as well, within --shutdown-timeout, because an unseen stop looks like a lost node.
+        A second Ctrl-C ends the wait, and so does a signal that arrives only now.
         """
         if self._server is None:
             return
@@ -348,7 +348,7 @@ class NodeView:
         }
 
     def _steps_in_memory(self, family: metrics.Gauge) -> dict[str, int]:
-        """Return {node: step} of each node that has one of the family in its memory."""
+        """Return {node: step} of each node that has such a state in its memory."""
         return {str(node): int(step) for node, step in sorted(self.metrics.by_node(family).items())}
 
     def _verdict(self) -> str | None:
@@ -387,7 +387,7 @@ class NodeView:
         self._beats[beat.rank] = beat
         self.on_heartbeat(beat)
         moved = before is None or beat.activity != before.activity
-        # A heartbeat alone is no progress: its thread runs on while training hangs.
+        # A heartbeat alone is no progress: its thread keeps running while training hangs.
         if before is None or moved or beat.step != before.step:
             self.last_progress = time.time()
             if beat.rank == 0:
@@ -435,7 +435,7 @@ class NodeView:
     def _show_health(self) -> None:
         """Write to the run directory, for `tandem health RUN_DIR`, in a thread: the volume may hang."""
         while True:
-            with suppress(OSError):  # the journal and the saves say what is wrong with the volume
+            with suppress(OSError):  # the journal and the saves report what is wrong with the volume
                 health.write_run_health(self._run.folder, self._health())
                 self._ledger.write(time.monotonic())
             self._account()

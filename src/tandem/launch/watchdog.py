@@ -6,7 +6,7 @@ thread:
 
     exchange    talks to the store: publishes this node's heartbeats, metrics and alarm
                 (node 0: reads those of the other nodes)
-    judge       looks at what is known and never waits; on a node that cannot reach the store, it shuts
+    judge       checks the known heartbeats and never waits; on a node that cannot reach the store, it shuts
                 down the connections to it, which wakes the agent from any blocked read
 
 A step needs all ranks. So if the ranks that still send heartbeats finish steps, the ranks of a silent agent
@@ -76,7 +76,7 @@ def gather_stacks(workers: Workers, ranks: Mapping[int, int], log_folder: Path) 
     while (waited := time.monotonic() - began) < STACKS_SECONDS:
         silent = [each for each in silent if _bytes(files[each]) <= sizes[each]]
         if waited > NO_ANSWER_SECONDS and all(_is_stopped(pids[each]) for each in silent):
-            break  # not earlier: ranks write torch's flight recorder on their own
+            break  # not earlier: ranks write torch's flight recorder by themselves
         # Python's handler does not run while the main thread is blocked in C; the handler in C does.
         if waited > NO_ANSWER_SECONDS and asks_again:
             asks_again = False
@@ -103,7 +103,7 @@ def _is_stopped(pid: int) -> bool:
     return stat_of(pid)[:1] in (["T"], ["t"])
 
 
-# Find the rank that slows down a script, on node 0, from the ranks' heartbeats.
+# On node 0, find the rank that slows down a script, from the ranks' heartbeats.
 #
 # A task's ranks exchange their times in a collective (`telemetry/stragglers.py`); a script's collectives are
 # its own. See docs/architecture.md#measuring-a-ranks-own-time.
@@ -151,13 +151,13 @@ def _times(beat: Beat, seconds: float) -> RankTimes:
     own = beat.own or 0.0
     quick = beat.quick or 0.0
     phases = tuple(own if name == "other" else 0.0 for name in PHASES)
-    # A script's rank does not report how long a whole step takes. It is at least its own time.
+    # A script's rank does not report the time of a whole step, which is at least its own time.
     return RankTimes(beat.rank, beat.node, own, quick, own, seconds, phases, beat.doing or "")
 
 
 NO_NODE = -1
 NODES_AT_ONCE = 16
-"""How many nodes' metrics node 0 reads at once: all of 1,024 nodes within 13 s, before any is stale."""
+"""Number of nodes whose metrics node 0 reads at once: 1,024 nodes within 13 s, before any is stale."""
 STOPPED = ("T", "t")
 ENDED = ("Z", "X", "x")
 
@@ -212,7 +212,7 @@ class Watchdog:
         self._connect = connect
         self._registry = registry
         self._samples_heard: dict[int, tuple[bytes, float]] = {}
-        # Keys that exist in the store; where the next read of metrics begins.
+        # Keys that exist in the store, and where the next read of metrics begins.
         self._known_keys = set[str]()
         self._turn = 0
         self._clocks_compared: set[int] = set()
@@ -222,8 +222,8 @@ class Watchdog:
         self._heartbeats: dict[int, _Heard] = {}
         self._nodes: dict[int, _Heard] = {}
         self._other_nodes: list[int] = []
-        self._last_exchange: float | None = None  # None: no answer since it was last given up
-        self._advanced_at = 0.0  # when a rank that can be heard last finished a step
+        self._last_exchange: float | None = None  # None: no answer since the connection was last given up
+        self._advanced_at = 0.0  # when a rank that still sends heartbeats last finished a step
         self._unheard = set[int]()  # nodes whose agents are silent while their ranks train
         self._past = NOTHING_BEFORE
         self._alarm: Alarm | None = None
@@ -243,14 +243,14 @@ class Watchdog:
             thread.start()
 
     def close(self, store: TCPStore | None) -> None:
-        """Stop; on node 0, where `store` is set, first read the last metrics of the other nodes."""
+        """Stop; on node 0, where `store` is set, read the last metrics of the other nodes first."""
         self._closing.set()
         if store is not None:
             with suppress(RuntimeError):
                 self._read_samples(store, self._other_nodes)
 
     def take_place(self, node: int) -> None:
-        """Report as this node of the world from now on."""
+        """Report as this node of the job from now on."""
         with self._lock:
             self._node = node
 
@@ -316,8 +316,8 @@ class Watchdog:
         for rank, heard in self._heartbeats.items():
             silent = now - heard.at
             state = "R"
-            # A rank whose thread cannot send heartbeats may still compute, for example in a C call that holds
-            # the GIL.
+            # A rank that cannot send heartbeats may still compute, for example in a C call that holds the
+            # GIL.
             if silent > 1.0:
                 state, *more = stat_of(self._pids.get(rank, 0)) or ["X"]
                 # utime and stime, fields 14 and 15 of proc(5).
@@ -330,7 +330,7 @@ class Watchdog:
     def _remote_beats(self, now: float) -> list[Beat]:
         beats = []
         for heard in self._nodes.values():
-            # While steps are finished anywhere, every rank is part of them, heard or not.
+            # While any rank finishes steps, every rank takes part in them, heard or not.
             silent = now - max(heard.at, self._advanced_at)
             beats += [beat.later(silent, silent, beat.halted or silent > beat.hang) for beat in heard.beats]
         return beats
@@ -350,9 +350,9 @@ class Watchdog:
                 self._alarm = judge(beats, self._past)
             limit = max((beat.hang for beat in beats), default=SHORTEST_HANG_SECONDS)
             since = self._last_exchange
-            # Not while ranks here finish steps, which need the ranks of node 0 as well.
+            # Silence does not count while ranks here finish steps, which also need the ranks of node 0.
             silence = now - max(since or now, self._advanced_at) if self._node != 0 else 0.0
-            # Asked early, so that the answer is there in time.
+            # Start the probe early, so that its answer arrives in time.
             is_frozen = silence > limit / 2 and self.is_master_frozen()
             lost = silence > (max(limit, STORE_READ_SECONDS) if is_frozen else limit)
             if lost:
@@ -374,7 +374,7 @@ class Watchdog:
             cut_connections(self._port)
 
     def _log_silent_nodes(self, silent: Mapping[int, float], known: str) -> None:
-        """Log once for each agent that it is silent (which is no hang of its ranks), or sends again."""
+        """Log once per agent that it is silent (which is no hang of its ranks), or that it sends again."""
         for node in sorted(silent.keys() - self._unheard):
             text = "node %d's agent has sent no heartbeat for %.1f s; %s"
             log.warning(text, node, silent[node], known)

@@ -58,16 +58,16 @@ LOADER = "pt_data_worker"
 
 
 def signal_session(leader: int, number: int) -> list[int]:
-    """Send a stop signal to a rank and what it has started; return the processes that have a handler for it.
+    """Send a stop signal to a rank and its descendants; return the processes that have a handler for it.
 
-    Every process of the rank's session gets it, except DataLoader processes, and helpers without a handler
-    below a process with one: they have to serve until that has stopped. A process without a handler for
-    SIGUSR1 or SIGUSR2 gets SIGTERM instead, because their default action would end it without a save.
+    Every process of the rank's session gets it, except DataLoader processes and helpers without a handler
+    below a process with one: they must serve until that process has stopped. A process without a handler for
+    SIGUSR1 or SIGUSR2 gets SIGTERM instead, because the default action would end it without a save.
     """
     session = {pid: each for pid, each in living().items() if each.session == leader}
     heard = list[int]()
     covered = dict[int, bool]()
-    if leader not in session:  # it has just been forked and not yet called setsid
+    if leader not in session:  # it has just been forked and has not yet called setsid
         send(number, [leader])
     for each in _parents_first(session, leader):
         sent = _instead(each.pid, number)
@@ -124,7 +124,7 @@ def _worker_main(
 
     `expected`: the start that it will most likely receive, if known.
     """
-    os.setsid()  # the session identifies what it starts
+    os.setsid()  # the session identifies processes that it starts
     signal.signal(signal.SIGCONT, signal.SIG_DFL)  # replaces the fork server's own handler (descendants.py)
     # The fork server ends with the agent. Its signal works where the pipe's reader would need the GIL.
     end_with_parent(signal.SIGKILL)
@@ -135,7 +135,7 @@ def _worker_main(
     name_process("tandem-warming")
     if warm_up is not None:
         with contextlib.suppress(Exception, SystemExit), contextlib.redirect_stdout(io.StringIO()):
-            warm_up(job, expected)  # what fails here fails again in the rank, and is reported there
+            warm_up(job, expected)  # an error here recurs in the rank, and is reported there
     name_process("tandem-standby")
     try:
         # This wait is the standby: it ends with a position, or with the pipe.
@@ -175,7 +175,7 @@ def _code_of(exitcode: int | None) -> int | None:
 class _Worker:
     process: ForkServerProcess
     lifeline: Connection
-    expected: RankStart | None  # what it was prepared for
+    expected: RankStart | None  # the start that it was prepared for
     # Processes below it that received a stop signal and have a handler.
     asked: list[int] = field(default_factory=list)
 
@@ -249,7 +249,7 @@ class Workers:
             self._standby.remove(worker)
         # One per call, so that a training generation keeps its cores.
         if len(self._standby) < count:
-            # A position that no standby process is prepared for; without one, the process only imports
+            # Choose a position that no standby process is prepared for; without one, the process only imports
             # modules.
             taken = {rank_identity(_position_in(worker.expected)) for worker in self._standby}
             free = [each for each in self._starts.values() if rank_identity(each.position) not in taken]
@@ -350,14 +350,14 @@ class Workers:
 
         There is nothing left to save, because the ranks have lost their peers.
         """
-        # Before the SIGKILLs below, which would hide how the ranks ended.
+        # Read the codes before the SIGKILLs below, which would hide how the ranks ended.
         ended = [rank.code for rank in self._ranks.values()]
-        # First by process: a rank that has just been forked does not lead its process group yet.
+        # First kill by process: a rank that has just been forked does not lead its process group yet.
         for pid in self.pids().values():
             send(signal.SIGKILL, [pid])
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
-        # Only after a good end: what a failed rank has started is killed with it.
+        # Do this only after a success: processes that a failed rank has started are killed with it.
         if ended and all(code in (FINISHED, STOPPED) for code in ended):
             self._end_helpers()
         self._kill_remaining(KILLED_SECONDS)
@@ -372,14 +372,14 @@ class Workers:
         return codes
 
     def left(self) -> list[Process]:
-        """Return the remaining processes of the ranks and of everything that they started.
+        """Return the remaining processes of the ranks and all processes that they started.
 
-        After `kill`, these are the processes that cannot be ended.
+        After `kill`, these are the ones that cannot be ended.
         """
         alive = living()
         ours = os.getpid()
         forks = fork_server_pid()
-        # The next generation needs them.
+        # Standby processes do not count: the next generation needs them.
         spared = {int(worker.process.pid or 0) for worker in self._standby}
         for each in alive.values():  # what this process itself has started stays in its session
             if each.parent == ours and each.session == os.getsid(0) and each.pid != forks:
@@ -387,7 +387,7 @@ class Workers:
         return [each for each in below(ours, spared, alive) if each.pid != forks]
 
     def _end_helpers(self) -> None:
-        """Give the processes that successful ranks have left running a moment to end by themselves.
+        """Give processes that successful ranks have left running a moment to end by themselves.
 
         A fork server of multiprocessing ends by itself, just after the rank that started it.
         """
@@ -424,8 +424,8 @@ class Workers:
         return f"{process}, started by a rank,"
 
     def end_standby(self) -> None:
-        """End the standby processes: there is no next generation, or it needs new processes."""
-        # All pipes first, so that the processes end at the same time, within one limit.
+        """End the standby processes: no generation follows, or it needs new processes."""
+        # Close all pipes first, so that the processes end at the same time, within one limit.
         for worker in self._standby:
             worker.lifeline.close()
         deadline = time.monotonic() + DISMISSED_SECONDS

@@ -1,9 +1,9 @@
 """Read a position set by hand: one node (`--node-rank`, `--master` or NNODES, NODE_RANK), or one rank (RANK).
 
-Ranks set what torch's tutorials teach: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each
-process, and nothing else. These do not include the number of ranks on this host. It is the world size if the
-master is a loopback address; otherwise LOCAL_WORLD_SIZE or NNODES is required. Under a PyTorchJob, which has
-PET_* variables, RANK without LOCAL_RANK is a node (kubeflow.py).
+Ranks set the variables of torch's tutorials: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for
+each process, and nothing else. These do not include the number of ranks on this host. It is the world size if
+the master is a loopback address; otherwise LOCAL_WORLD_SIZE or NNODES is required. Under a PyTorchJob, which
+has PET_* variables, RANK without LOCAL_RANK is a node (kubeflow.py).
 """
 
 from collections.abc import Mapping
@@ -88,7 +88,7 @@ def _rank(facts: PlatformEnv) -> Placement:
 
 
 def _ranks_here(facts: PlatformEnv, world: int, host: str) -> int:
-    """Return the number of ranks per node. It is never guessed: raises ConfigError if it is unknown."""
+    """Return the number of ranks per node, without guessing. Raises ConfigError if it is unknown."""
     is_one_host = world == 1 or host == "localhost" or host.startswith("127.")
     stated = facts.nproc()
     if not facts.environ.get("LOCAL_RANK") and (stated is not None or not is_one_host):

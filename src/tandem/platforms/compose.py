@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from tandem.errors import ConfigError
 from tandem.platforms.environment import DEFAULT_PORT, Placement, PlatformEnv, VariableNames, any_set
 
-ORDER = 80  # its variables are tandem's own, so it only has to precede by-hand
+ORDER = 80  # its variables are tandem's own, so it only needs to precede by-hand
 MARKS = ("TANDEM_COMPOSE_NODES", "TANDEM_COMPOSE_INDEX", "TANDEM_COMPOSE_PROJECT")
 VARIABLE_NAMES = VariableNames(("TANDEM_COMPOSE_NODES",), host=(), port=())
 

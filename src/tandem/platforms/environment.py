@@ -1,7 +1,7 @@
 """Define the input of every platform's reader, `PlatformEnv`, and its result, `Placement`.
 
-Variables with the same meaning, and the flag for it, are in one column; all of them that are set must agree.
-This module resolves no names and opens no connections.
+A column contains the variables with one meaning, and the flag for it; all that are set must agree. This
+module resolves no names and opens no connections.
 """
 
 import re
@@ -32,7 +32,8 @@ class Placement:
     laptop, or a Slurm allocation without srun). `one_process_per_node`: the platform started this process
     once on every node. `job` identifies the job if several may share a host. `array` is (array, task) for a
     task of a job array. `restarts` is how often the platform has restarted this job. `device` is the index of
-    this rank's GPU among those that it sees. `spares` more nodes wait; their node ranks begin at `nodes`.
+    this rank's GPU among those that it sees. `spares`: the number of further nodes that wait; their node
+    ranks begin at `nodes`.
     """
 
     platform: str
@@ -56,7 +57,7 @@ class Placement:
     spares: int = 0
 
     def as_rank(self) -> "Placement":
-        """Return this process's placement as a rank: the only task of a node is a rank as it is.
+        """Return this process's placement as a rank; a node's only task becomes its rank.
 
         Raises ConfigError for settings that need a node's agent.
         """
@@ -72,7 +73,7 @@ class Placement:
 
     @property
     def is_one_host(self) -> bool:
-        """True if all nodes are on this host, so that no other host must be able to connect."""
+        """True if all nodes are on this host, so that no other host needs to connect."""
         # An elastic job may begin with one node and grow, so its store must be reachable from other hosts.
         return self.nodes_share_host or (self.nodes == 1 and (self.elastic or (1, 1))[1] == 1)
 
@@ -107,7 +108,7 @@ class VariableNames:
 
 @dataclass(frozen=True)
 class PlatformEnv:
-    """What a platform's reader may use: variables, the host name, and flags (as text, by column).
+    """The input of a platform's reader: variables, the host name, and flags (as text, by column).
 
     `marks` are the variables that identify the platform, for messages. A reader first calls
     `for_platform(...)`. `spares` are part of the number of nodes.
@@ -130,7 +131,7 @@ class PlatformEnv:
 
     @property
     def nodes_flag(self) -> str:
-        """What sets the flag for the number of nodes, as messages name it."""
+        """The flag for the number of nodes, as messages name it."""
         return "--nodes plus --spares" if self.spares else "--nodes"
 
     def sources(self, column: str) -> dict[str, str]:
@@ -183,7 +184,7 @@ class PlatformEnv:
 
     @property
     def _advice(self) -> str:
-        """What to do about a missing variable."""
+        """Advice for a missing variable."""
         if self.platform not in NAMELESS:
             return f"{self.platform} needs it"
         found = " ".join(name for name in self.marks if self.environ.get(name))
@@ -200,7 +201,7 @@ class PlatformEnv:
 
         A platform's `auto` is a default, so a flag may override it. Raises ConfigError for contradictions.
         """
-        # "auto" and "gpu" are torchrun's words, which PET_NPROC_PER_NODE may contain.
+        # "auto" and "gpu" are values of torchrun, which PET_NPROC_PER_NODE may contain.
         sources = {
             name: value for name, value in self.sources("nproc").items() if value not in ("auto", "gpu")
         }

@@ -28,7 +28,7 @@ def read(facts: PlatformEnv) -> Placement:
     facts = facts.for_platform("indexed-job", MARKS, VARIABLE_NAMES)
     host = facts.text("host")
     nodes = facts.number("nodes")
-    # Kubernetes tells a pod no other pod's address, so a default could only be wrong.
+    # Kubernetes does not give a pod any other pod's address, so any default would be wrong.
     if host is None and nodes > 1:
         raise facts.missing("host")
     host = host or LOOPBACK

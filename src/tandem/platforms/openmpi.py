@@ -31,7 +31,7 @@ def read(facts: PlatformEnv) -> Placement:
     rank, world, local_rank, nproc = (
         facts.variable(prefix + name) for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     )
-    # Only to reject a --nproc that contradicts OMPI_COMM_WORLD_LOCAL_SIZE.
+    # Read this only to reject a --nproc that contradicts OMPI_COMM_WORLD_LOCAL_SIZE.
     facts.nproc()
     if nproc < 1 or rank >= world or world % nproc or rank % nproc != local_rank:
         raise ConfigError(

@@ -67,7 +67,7 @@ def detect(environ: Mapping[str, str], hostname: str, asked: LaunchConfig = BY_I
 
     Raises ConfigError, one line, which names the variables that are missing, malformed or contradictory.
     """
-    # A platform counts all nodes, those that train and those that wait.
+    # A platform counts all nodes, both those that train and those that wait.
     nodes = asked.nodes and asked.nodes + asked.spares
     flags = {"nodes": nodes, "node_rank": asked.node_rank}
     given = {name: str(value) for name, value in flags.items() if value is not None}
@@ -80,14 +80,14 @@ def detect(environ: Mapping[str, str], hostname: str, asked: LaunchConfig = BY_I
         given["host"], given["port"] = split_address("--master", asked.master)
     bounds = value_range("--elastic", asked.elastic) if asked.elastic else None
     facts = PlatformEnv(environ, hostname, given, bounds, spares=asked.spares)
-    # There is always one: laptop.py, the last in order, detects anything.
+    # One always matches: laptop.py, the last in order, detects anything.
     platform = next(platform for platform in platforms() if platform.detect(environ))
     placement = _checked(platform.read(facts), replace(facts, variable_names=platform.VARIABLE_NAMES))
     return _with_spares(placement, asked.spares) if asked.spares else placement
 
 
 def of_this_process(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment with what only this host knows: the replica's index, and the real Slurm step.
+    """Return the environment with facts that only this host has: the replica's index and the real Slurm step.
 
     Raises ConfigError.
     """
@@ -104,10 +104,10 @@ def outside_steps(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def on_this_host(verb: str, environ: Mapping[str, str], hostname: str) -> Mapping[str, str]:
-    """Return the environment for runs that a verb starts itself on this host, even in a Slurm allocation.
+    """Return the environment for runs that a verb itself starts on this host, even in a Slurm allocation.
 
-    Raises ConfigError if the platform started this process for each node or rank, because each would start
-    its own run.
+    Raises ConfigError if the platform started one such process per node or rank, because each would start its
+    own run.
     """
     environ = outside_steps(environ)
     placement = detect(environ, hostname)

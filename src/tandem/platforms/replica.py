@@ -1,4 +1,4 @@
-"""Determine which replica of a Compose service this is, and keep it from being retried in vain.
+"""Determine which replica of a Compose service this is, and prevent useless retries.
 
 Compose gives all replicas the same environment, but Docker's resolver knows the name of a container's own
 address: <project>-node-<index>. Docker's restart policy distinguishes only zero and nonzero. An end that no
@@ -60,7 +60,7 @@ def names_of(
     question = _encode(".".join(reversed(address.split("."))) + ".in-addr.arpa")
     question += struct.pack(">HH", _PTR, _INTERNET)
     for _ in range(ATTEMPTS):
-        # A random query ID, so that a stray packet is not taken for the answer.
+        # The query ID is random, so that a stray packet is not taken for the answer.
         number = secrets.randbelow(2**16)
         # 0x0100 asks for recursion; one question follows (RFC 1035, section 4.1.1).
         query = struct.pack(">6H", number, 0x0100, 1, 0, 0, 0) + question
@@ -125,7 +125,7 @@ def permanent_exit_code(run_dir: Path, container: str, now: float | None = None)
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             record = parsed(content(folder, name))
             age = (time.time() if now is None else now) - moment(record["time"])
-            # A time in the future comes from a clock that was set back, and does not say when the run ended.
+            # A time in the future means that the clock was set back; it does not tell when the run ended.
             if 0 <= age < STAY_DOWN_SECONDS:
                 return count(record["exit_code"])
     return None
@@ -150,7 +150,7 @@ def _code_of(container: str) -> Path:
 def note_end(run_dir: Path, container: str, code: int) -> None:
     """Record an end that no retry can fix (1 to 127, 255); remove the record for any other end.
 
-    The first writable place is used. If there is none, Docker's limit of five retries applies.
+    The first writable place is used. Without one, Docker's limit of five retries applies.
     """
     record = json.dumps({"exit_code": code, "time": time.time()})
     with contextlib.suppress(OSError):
@@ -167,6 +167,6 @@ def note_end(run_dir: Path, container: str, code: int) -> None:
 
 
 def _notes(run_dir: Path, container: str) -> list[tuple[Path, str]]:
-    """Return where a record may be: the run's volume, a separate one (compose.yaml), the container."""
+    """Return the places for a record: the run's volume, a separate one (compose.yaml), the container."""
     name = layout.ended(container)
     return [(run_dir, f"{layout.LOG}/{name}"), (NOTES, name), (Path(tempfile.gettempdir()), name)]

@@ -37,7 +37,7 @@ def detect(environ: Mapping[str, str]) -> bool:
 
 def read(facts: PlatformEnv) -> Placement:
     """Read the position; the host whose name sorts first is node 0."""
-    # Without the toolkit, the container only tells that this is SageMaker; the flags give the rest.
+    # Without the toolkit, the container only shows that this is SageMaker; the flags provide the rest.
     if facts.flags.keys() >= {"node_rank", "host"} and not any_set(facts.environ, MARKS[:3]):
         return by_hand.read(facts)
     facts = facts.for_platform("sagemaker", MARKS, VARIABLE_NAMES)
@@ -70,7 +70,7 @@ def _hosts(facts: PlatformEnv) -> tuple[list[str], str]:
     resources = resources if isinstance(resources, dict) else {}
     hosts = _json(facts, "SM_HOSTS", json.dumps(resources.get("hosts") or []))
     here = facts.environ.get("SM_CURRENT_HOST") or resources.get("current_host")
-    # Sorted here, so that all hosts count alike, whichever variable the list is from.
+    # Sort here, so that all hosts number the nodes alike, whichever variable the list is from.
     names = sorted({str(name) for name in hosts}) if isinstance(hosts, list) else []
     if not names or not here:
         lacking = "SM_CURRENT_HOST" if names else "SM_HOSTS"

@@ -56,7 +56,7 @@ def _is_outside_job(environ: Mapping[str, str]) -> bool:
 def without_inherited_step(environ: Mapping[str, str], pid: int) -> Mapping[str, str]:
     """Return the environment without the variables of a step that process `pid` does not belong to.
 
-    If both jobs are on one node, only the daemon that started the process tells them apart. In a container,
+    If both jobs are on one node, only the daemon that started the process distinguishes them. In a container,
     where the daemon is not visible, the variables count as they are.
     """
     if not in_step(environ):
@@ -84,12 +84,12 @@ def _step_around(pid: int) -> tuple[str, str] | None:
 
 
 def without_job(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment for a run that is not part of the job, nor placed by its script's variables."""
+    """Return the environment for a run outside the job, without the placement by its script's variables."""
     return {name: value for name, value in by_hand.unplaced(environ).items() if name not in MARKS}
 
 
 def read(facts: PlatformEnv) -> Placement:
-    """Read the position: one task per node is the node's agent or its rank; of several, each is a rank."""
+    """Read the position: a node's only task is its agent or its rank; each of several tasks is a rank."""
     parts = facts.environ.get("SLURM_HET_SIZE") or "1"
     if parse_integer("SLURM_HET_SIZE", parts) > 1:
         raise ConfigError(
@@ -189,7 +189,7 @@ def _own_device(environ: Mapping[str, str]) -> int | None:
     """Return 0 if each task sees only its own GPUs (--gpus-per-task, --gpu-bind), or None if all see all."""
     visible = [gpu for gpu in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
     here = environ.get("SLURM_GPUS_ON_NODE") or "0"
-    # Fewer visible GPUs than the node has: Slurm has bound them to this task.
+    # If fewer GPUs are visible than the node has, Slurm has bound them to this task.
     return 0 if visible and here.isdigit() and len(visible) < int(here) else None
 
 
@@ -198,8 +198,7 @@ def _without_step(facts: PlatformEnv) -> Placement:
 
     Several tasks on one node are allowed if the number of ranks is given.
     """
-    # SLURM_NTASKS is the batch script's request. With --nodes or --nproc, the command line says what is
-    # meant.
+    # SLURM_NTASKS is the batch script's request. With --nodes or --nproc, the command line decides.
     names = ["SLURM_JOB_NUM_NODES"]
     if not {"nodes", "nproc"} & set(facts.flags):
         names.append("SLURM_NTASKS")

@@ -21,7 +21,7 @@ def read(facts: PlatformEnv) -> Placement:
     facts = facts.for_platform("torchrun", MARKS, VARIABLE_NAMES)
     rank, local_rank, world = (facts.variable(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     nproc = facts.variable("LOCAL_WORLD_SIZE")
-    # Only to reject a --nproc that contradicts LOCAL_WORLD_SIZE.
+    # Read this only to reject a --nproc that contradicts LOCAL_WORLD_SIZE.
     facts.nproc()
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     if nproc < 1 or rank >= world or local_rank >= nproc or nproc > world:

@@ -1,4 +1,4 @@
-"""What every rank does between opening its log and returning its exit code, whatever it trains."""
+"""Run the parts of a rank that are the same for every workload, from its log to its exit code."""
 
 import logging
 import time
@@ -80,7 +80,7 @@ class RankSession:
         self.code = FINISHED
         """The rank's exit code. A run that was asked to stop sets it before its last save."""
         self.advice = ""
-        """What helps against the error that ends this rank, if that is known."""
+        """A remedy for the error that ends this rank, if known."""
         self._began = time.monotonic()
         self._data: Mapping[str, Any] = {}
 
@@ -99,7 +99,7 @@ class RankSession:
                 redirect_output(path)
             except OSError:
                 pass  # a worker needs no volume; without one its output goes to the terminal
-        # The output of the other ranks is in their file already, where a file handler would repeat each line.
+        # The other ranks' output already goes to their file, where a file handler would repeat each line.
         as_json = self.given.telemetry.log_format == "json"
         setup(path if rank == 0 else None, rank, self.position.node_rank, True, as_json)
         log_warnings()
@@ -108,25 +108,25 @@ class RankSession:
     def join(self) -> None:
         """Open the process group. Heartbeats are sent from here on.
 
-        Raises ConfigError if ranks differ in a common setting, and for a device that is missing.
+        Raises ConfigError if ranks differ in a common setting, and for a missing device.
         """
         given = self.given
         clock = self.clock
         self._sender = Sender(self.grant.sample_socket)
         self.send = self._sender.send
-        if self.connection.store is not None:  # without an agent, the page's host in this process counts them
+        if self.connection.store is not None:  # without an agent, the server in this process counts them
             count_log_messages(self.send)
         for handler in logging.getLogger("tandem").handlers:
             handler.addFilter(clock.stamp)
-        # Heartbeats begin before the rendezvous, so that the agent can see a rank that hangs in it.
+        # Heartbeats begin before the rendezvous, so that the agent can detect a rank that hangs in it.
         self._begin_heartbeats()
         with clock.phase("rendezvous"), log_if_slow("waiting for the other ranks"):
             self.open_group(trains=True)
-            # Ranks with other settings, or of another version, could wait for each other in different
-            # collectives, so this comes before those of the run.
+            # Ranks with different settings or versions could wait for each other in different collectives, so
+            # check this before the run's collectives.
             self.world.check_same_settings({**given.common_fields(), "the version of tandem": __version__})
             if self.world.device.type == "cuda":
-                # The group has connected, so this GPU works. If it is missing later, it has failed.
+                # The group has connected, so this GPU works. If it is missing later, it failed.
                 self.grant.note_gpu()
         clock.measure(self.world.device)
         self._use(given)
@@ -147,8 +147,8 @@ class RankSession:
         self.threads = set_threads(compute.threads, position)
         had_gpu = self.grant.had_gpu
         devices = choose_devices(compute.device, position.gpu, compute.devices_per_rank, had_gpu)
-        # cuBLAS reads its setting when it starts, and threads inherit the CPUs they are bound to. So this
-        # comes before the group opens.
+        # cuBLAS reads its setting when it starts, and threads inherit their CPU binding. So do this before
+        # the group opens.
         self._apply_compute(devices)
         if trains:
             self._log_wait()
@@ -172,7 +172,7 @@ class RankSession:
         """Log which ranks this process waits for if no agent reports it."""
         connection = self.connection
         if connection.store is None and connection.init == "master" and connection.master is not None:
-            # A rank that was started alone waits for a long time.
+            # A rank that was started alone waits for long.
             where = ":".join(map(str, connection.master))
             size = self.position.world_size
             log.info("waiting for the other %d of %d ranks at %s", size - 1, size, where)
@@ -313,9 +313,9 @@ class RankSession:
         saver = self.saver
         finished = self.code == FINISHED
         if saver.writes:
-            # If the last save has failed, this raises before a summary calls the run finished.
+            # If the last save failed, this raises before a summary reports the run as finished.
             saver.end(step, finished)
-        # Sharded weights are gathered from all ranks, so this is outside of both `if`s.
+        # Sharded weights are gathered from all ranks, so this must be outside of both `if`s.
         last = weights()
         if self.world.is_first:
             ended_early = finished and saver.is_end
@@ -323,7 +323,7 @@ class RankSession:
         self.recorder.close()
 
     def close(self) -> None:
-        """Leave the process group after success; after a failure, that could wait for ranks that are gone."""
+        """Leave the process group after success; after a failure, it could wait for ranks that are gone."""
         self._sender.close()
         self.world.close()
 

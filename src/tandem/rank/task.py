@@ -78,7 +78,7 @@ def score(settings: Settings, start: RankStart, source: str) -> dict[str, float]
     seed_model(settings.run.seed)
     strategy = strategies.load_to_evaluate(settings.compute.strategy, world)
     model = strategy.shard(strategy.build(lambda: model_of(task, world.devices)))
-    # A run that still trains may save a newer checkpoint at any time, so one rank chooses for all.
+    # A run that is still training may save a newer checkpoint at any time, so one rank chooses for all.
     saved = load_saved(source) if world.is_first else None
     state = broadcast_state(world, saved.state if saved else None, {})
     task.moment.resume(*world.broadcast_json([saved.step, saved.epoch_steps] if saved else None))
@@ -103,8 +103,8 @@ def run_rank(
     Signal handlers are installed first. `watch_stop_flag`, without an agent, receives the stop flag.
     """
     stop = StopFlag().install()
-    # Without an agent, launch/standalone_rank.py reacts to signals from here on. The start below may have to
-    # wait long for data or for other ranks.
+    # Without an agent, launch/standalone_rank.py reacts to signals from here on. The start below may wait
+    # long for data or for other ranks.
     watch_stop_flag(stop)
     session = RankSession(Settings.from_dict(job.settings), start)
     position = session.position
@@ -124,10 +124,9 @@ def run_rank(
         _tell(session, error)
         return error.exit_code
     except Exception as error:
-        # This comes first, because torch's SIGCHLD handler could raise in any line below. The call removes
-        # it.
+        # Do this first, because torch's SIGCHLD handler could raise in any line below. The call removes it.
         killed = killed_child(error)
-        end_loaders()  # while the traceback still holds them: dropping it would wait for them
+        end_loaders()  # while the traceback still refers to them: dropping it would wait for them
         # A failed GPU also breaks collectives, so its error may look like that of a lost peer.
         if is_gpu_failure(error):
             log.error("this rank's GPU failed (a new process may recover it): %s", in_one_line(error))
@@ -153,14 +152,14 @@ def run_rank(
 
 
 def _what(session: RankSession, error: Exception) -> str:
-    """Return on one line why this rank failed, and what to do if that is known."""
+    """Return on one line why this rank failed, with a remedy if one is known."""
     what = str(error) if isinstance(error, TandemError) else what_and_where(error)
     return f"{what}; {session.advice}" if session.advice else what
 
 
 def _tell(session: RankSession, error: Exception) -> None:
-    """Send the reason of this rank's failure to its agent, which reports it last and to the other nodes."""
-    # The rank that caused the loss reports the reason; its peers know only that it is gone.
+    """Send the reason for this rank's failure to its agent, which reports it last and to the other nodes."""
+    # The rank that caused the loss reports the reason; its peers only know that it is gone.
     if not isinstance(error, PeerLostError):
         rank = session.position.rank
         node = session.position.node_rank
@@ -199,7 +198,7 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
         if session.resume(destinations=destinations, shards=shards).step == COMPLETE:
             session.recorder.close()
             return
-        # The state that is loaded next has a position, which refers to these samples.
+        # The state that is loaded next has a position in these samples.
         session.check_data(train_state.datasets.train, train_state.order)
         train_state.begin(session.resume_point)
         train_state.check_state()
@@ -217,7 +216,8 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
     )
     event_schedule = session.event_schedule
     saver = session.saver
-    # A restart of the same launch has tested it before. What the test found is in the state, if there is one.
+    # A restart of the same launch has already tested it. The test's findings are in the state, if there is
+    # one.
     is_tested = session.grant.restart > 0 and session.resume_point.step > 0
     if not is_tested and event_schedule.cadences["eval"].unit != "never":
         with log_if_slow("testing the evaluation"):
@@ -239,7 +239,7 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
             with closing(cast("Generator[Any, None, None]", training.batches)):  # ends an open profile
                 finished = saver.is_end or train(training)
         if resume_point.is_from_memory and resume_point.step == planned:
-            saver.save(training.step)  # there was no step left to take, and the state exists only in memory
+            saver.save(training.step)  # no step was left to take, and the state exists only in memory
         clock.begin("drain")
     session.code = FINISHED if finished else STOPPED
     session.finish(training.step, train_state.weights, train_state.schedule.used())
@@ -299,7 +299,7 @@ def _training(
 
 
 def _replay_check(session: RankSession, train_state: TrainState) -> ReplayCheck | None:
-    """Return the check of --replay-check, or None. Raises ConfigError where it cannot be right."""
+    """Return the check of --replay-check, or None. Raises ConfigError if it cannot be right."""
     every = session.settings.reliability.replay_check
     if every == "never":
         return None

@@ -1,4 +1,4 @@
-"""Facts about a run besides its metrics: settings, command, commit, versions, hardware, the end of its log.
+"""Collect facts about a run: settings, command, commit, versions, hardware, the end of its log.
 
 Node 0's agent writes `RUN_DIR/about.json` when a launch begins; the page and the report read it.
 """
@@ -72,7 +72,7 @@ class About:
         for name in [*map(layout.rank_log, ranks), layout.node_log(0)]:
             with suppress(OSError):
                 content, is_cut = tail(self._run_dir / layout.LOG / name, LOG_BYTES)
-                # A cut first line may begin in the middle of a secret, which `hide` then does not recognize.
+                # A truncated first line may begin inside a secret, which `hide` would not recognize.
                 lines = self.hide(content.decode(errors="replace")).splitlines()[1 if is_cut else 0 :]
                 return {"file": f"{layout.LOG}/{name}", "lines": [_cut(line) for line in lines[-LOG_LINES:]]}
         return {"file": None, "lines": []}
@@ -89,7 +89,7 @@ class About:
 def settings_of(
     config: Mapping[str, Any], folder: PurePath, secrets: Sequence[str]
 ) -> list[dict[str, object]]:
-    """Return {name, value, default, differs} for every setting in a config.json; a task's as `task.NAME`.
+    """Return {name, value, default, differs} for every setting in a config.json; a task's are `task.NAME`.
 
     `folder` is the directory in which the launch was started; default paths are relative to it.
     """
@@ -119,7 +119,7 @@ def _cut(line: str) -> str:
 
 
 def _command() -> str:
-    """Return the command that the user typed; for a simulated node, the one of its parent process."""
+    """Return the command that the user typed; for a simulated node, its parent process's command."""
     words = list(sys.argv)
     if "--node-rank" in words:
         with suppress(OSError):
@@ -142,8 +142,8 @@ def _is_tandem(words: Sequence[str]) -> bool:
 def _commit(folder: Path) -> str | None:
     """Return the commit checked out in `folder`; None if git knows none.
 
-    Whether files differ from it is not checked, because git would then run commands from the directory's own
-    .git/config.
+    It does not check whether files differ from it, because git would then run commands from the directory's
+    own .git/config.
     """
     with suppress(OSError, subprocess.SubprocessError):
         command = ["git", "rev-parse", "--short=12", "HEAD"]
@@ -163,7 +163,7 @@ def _versions() -> dict[str, str]:
 
 def _hardware(gpus: Sequence[str]) -> list[str]:
     """Return node 0's hardware in words: processor and usable cores, memory, GPUs, system."""
-    # Not os.cpu_count(), because Slurm and taskset restrict a job to some of the cores.
+    # Do not use os.cpu_count(), because Slurm and taskset restrict a job to some of the cores.
     cores = len(os.sched_getaffinity(0))
     gigabytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     counted = [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)]

@@ -36,17 +36,17 @@ class Access:
                 return False
         elif scheme.lower() != "bearer":
             return False
-        # In constant time, so that the duration does not show how much of a guess is right. In bytes, because
-        # compare_digest rejects text that is not ASCII.
+        # Compare in constant time, so that the duration does not show how much of a guess is right, and in
+        # bytes, because compare_digest rejects text that is not ASCII.
         return hmac.compare_digest(credentials.strip().encode(), self.token.encode())
 
 
 def is_local_name(header: str | None) -> bool:
     """Return True if a Host header is an address, or a name that no remote party can have given this machine.
 
-    A malicious page can make its own name resolve to 127.0.0.1, and its scripts can then read what listens
-    there (DNS rebinding). Such a name contains a dot. An address is not a name, and a name without a dot
-    belongs to this network.
+    A malicious page can make its own name resolve to 127.0.0.1. Its scripts can then read from servers there
+    (DNS rebinding). Such a name contains a dot. An address is not a name, and a name without a dot belongs to
+    this network.
     """
     if header is None:
         return True  # not a browser

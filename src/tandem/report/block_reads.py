@@ -1,4 +1,4 @@
-"""What the live page shows of data on object stores: a row for each node whose ranks read blocks."""
+"""Collect the live page's table of data on object stores: a row for each node whose ranks read blocks."""
 
 from collections.abc import Mapping
 
@@ -22,7 +22,7 @@ COLUMNS: Mapping[str, tuple[Family, Mapping[str, str]]] = {
 def block_reads(registry: Registry) -> list[dict[str, float]]:
     """Return {"node", and COLUMNS} for each node that reads from object stores; empty if none does."""
     found = {name: registry.by_node(family, **labels) for name, (family, labels) in COLUMNS.items()}
-    # The requests of this node's agent exist from the start, as zeros.
+    # The request counters of this node's agent exist from the start, as zeros.
     nodes = sorted(found["bytes"])
     return [
         {"node": node, **{name: values.get(node, 0.0) for name, values in found.items()}} for node in nodes

@@ -24,11 +24,11 @@ MEANING = {
     "end": "ending, waiting for the last scrape",
     "away": "no launch was running",
 }
-"""What a person reads for each of PARTS."""
+"""The label of each of PARTS, for people."""
 
 
 def time_of(ledger: Ledger) -> dict[str, object]:
-    """Return what both pages show: [what, seconds] of the parts, and [cause, times, seconds]."""
+    """Return the rows of both pages: [label, seconds] of the parts, and [cause, times, seconds]."""
     return {
         "parts": [[MEANING[part], seconds] for part, seconds in ledger.parts.items() if seconds],
         "causes": [[cause, *cost] for cause, cost in ledger.causes.items()],
@@ -36,7 +36,7 @@ def time_of(ledger: Ledger) -> dict[str, object]:
 
 
 def ledger_of(files: RunFiles) -> Ledger:
-    """Return where the wall time of a run went; empty if it has no goodput.jsonl."""
+    """Return the ledger of a run's wall time; empty if it has no goodput.jsonl."""
     return account(periods_in(files.lines(layout.GOODPUT)))
 
 

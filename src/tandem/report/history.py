@@ -45,7 +45,7 @@ class History:
         for record in events:
             if record.get("kind") != COUNTED:
                 self._add_event(record)
-        # `now` lists an address in a thread, which is too late for a report, because it asks only once.
+        # `now` lists an address in a thread, which is too late for a report, because a report asks only once.
         if not run.is_here:
             self._look()
 
@@ -76,7 +76,7 @@ class History:
             return
         self._points.append(dict(point))
         if len(self._points) > MAX_POINTS:
-            # Every second of the older points stays, so a curve of any length keeps its beginning.
+            # Every second one of the older points stays, so a curve of any length keeps its beginning.
             self._points = self._points[:-FULL_POINTS:2] + self._points[-FULL_POINTS:]
         self.version += 1
 

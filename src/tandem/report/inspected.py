@@ -1,4 +1,4 @@
-"""The answers of a run's ranks as text: stacks, with ranks that are at the same place in one block. Pure."""
+"""Format the answers of a run's ranks: ranks at the same place share a block of stacks. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ def stacks_text(result: Mapping[str, Any], all_threads: bool = False) -> str:
 
 
 def profile_text(result: Mapping[str, Any]) -> str:
-    """Return where the trace is and how far its clocks may differ, and one line per rank without a trace."""
+    """Return the path of the trace, how far its clocks may differ, and one line per rank without a trace."""
     lines = []
     if result.get("file"):
         rows = [row for row in result["answers"] if not row.get("error")]

@@ -1,4 +1,4 @@
-"""Requests to look inside a run, over HTTP: only for readers with the token, and never from another site."""
+"""Answer requests to look inside a run over HTTP, for readers with the token, never from another site."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ PREFIX = "/api/inspect/"
 TRACE = "/api/trace"
 """The newest trace that a request here has written."""
 HEADER = "X-Tandem"
-"""A page of another site cannot send this header without asking first, which the server refuses."""
+"""A page of another site cannot send this header without a preflight request, which the server refuses."""
 TEXT = "text/plain; charset=utf-8"
 Ask = Callable[[str, Mapping[str, float]], dict[str, Any]]
 Response = tuple[int, str, bytes]
@@ -25,7 +25,7 @@ TEXTS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
 
 
 class InspectionPaths:
-    """Answers POST requests below PREFIX with {"text": ...}; `ask` is None until an agent is there."""
+    """Answers POST requests below PREFIX with {"text": ...}; `ask` is None until an agent sets it."""
 
     def __init__(self, has_token: bool) -> None:
         self.ask: Ask | None = None

@@ -14,10 +14,10 @@ from tandem.bounded_reader import opened, parsed
 from tandem.rotation import older
 
 MOST_BYTES = 2**18
-"""How much is read at once and sent in one request; a longer line is read in parts."""
+"""Limit for one read and for one request; a longer line is read in parts."""
 LONGEST_BODY = 64 * 1024
 LINE = re.compile(r"(\d\d):(\d\d):(\d\d) (node|rank) (\d+) \| (?:(debug|warning|error|critical): )?(.*)")
-"""As `log.TextFormatter` writes it."""
+"""A line as `log.TextFormatter` writes it."""
 DAY = timedelta(days=1)
 SLACK = timedelta(minutes=1)
 
@@ -49,7 +49,7 @@ def new_lines(path: Path, mark: Mark | None, to_the_end: bool = False) -> tuple[
             return [], mark  # nothing new, as in most of many files
     with ExitStack() as stack:
         files: list[tuple[int, BinaryIO]] = []
-        # In this order, because a rotation in between would hide one of them in the other.
+        # Open them in this order: with the other, a rotation in between would hide one of them.
         for each in (path, older(path)):
             with suppress(FileNotFoundError):
                 file = stack.enter_context(opened(each.parent, each.name))
@@ -66,7 +66,7 @@ def new_lines(path: Path, mark: Mark | None, to_the_end: bool = False) -> tuple[
 
 def _lines(file: BinaryIO, offset: int, to_the_end: bool) -> tuple[list[bytes], int]:
     if os.fstat(file.fileno()).st_size < offset:
-        offset = 0  # someone has truncated it
+        offset = 0  # the file was truncated
     file.seek(offset)
     content = file.read(MOST_BYTES)
     if not to_the_end or len(content) == MOST_BYTES:
@@ -76,7 +76,7 @@ def _lines(file: BinaryIO, offset: int, to_the_end: bool) -> tuple[list[bytes], 
 
 @dataclass(frozen=True)
 class LogEntry:
-    """An entry of a log: Unix seconds, level (empty if unknown), text, and what is known besides."""
+    """An entry of a log: Unix seconds, level (empty if unknown), text, and further facts."""
 
     time: float
     level: str
@@ -106,7 +106,7 @@ def entries(lines: list[bytes], name: str, written: float) -> Iterator[LogEntry]
 
 
 def _of_text(text: str, written: float) -> LogEntry | None:
-    """Return the entry of a line of text. It has no date, which follows from when the file was written."""
+    """Return the entry of a line of text. A line has no date, so the time of the last write provides it."""
     if (found := LINE.fullmatch(text)) is None:
         return None
     hour, minute, second, kind, number, level, message = found.groups()

@@ -23,12 +23,12 @@ LONGEST_TEXT = 2000
 """A reason may contain a traceback. Slack cuts at 40,000 characters, Teams refuses above 28 kB."""
 SLACK = re.compile(r"hooks\.slack(-gov)?\.com")
 TEAMS = re.compile(r".+\.(webhook\.office|logic\.azure|powerplatform)\.com")
-JOINED = "a node joined"  # as recovery.py says it; the ranks restart, but nothing has failed
+JOINED = "a node joined"  # the words of recovery.py; the ranks restart, but nothing has failed
 
 
 @dataclass(frozen=True)
 class Notice:
-    """What happened, as plain JSON has it. `event`: failed, stopped, hang, recovered or finished."""
+    """An event of the run, as plain JSON. `event`: failed, stopped, hang, recovered or finished."""
 
     run: str
     event: str
@@ -62,7 +62,7 @@ def body_for(host: str, notice: Notice) -> dict[str, Any]:
 
 
 def key_of(event: str, cause: str) -> tuple[str, str]:
-    """Return what makes two messages the same: steps, times and process IDs differ each time, ranks count."""
+    """Return the identity of a message: its ranks count; steps, times and process IDs always differ."""
     return event, re.sub(r"(?<!\brank )(?<!\bnode )(?<![\d.,])\d[\d.,]*", "#", cause)
 
 
@@ -113,7 +113,7 @@ class Notices:
         self._begun = False
 
     def take(self, message: Message) -> None:
-        """Send a message if this is news; the rest is ignored."""
+        """Send a message if this is news; ignore it otherwise."""
         match message:
             case Heartbeat(0, step, trained=trained):
                 self._step = step
@@ -140,7 +140,7 @@ class Notices:
         rank = re.search(r"\brank (\d{1,6})\b", reason)
         node = re.search(r"\bnode (\d{1,6})\b", reason)
         named = {"rank": rank and int(rank[1]), "node": node and int(node[1]), "step": self._step}
-        # The reason for a good end is only that all ranks exited so.
+        # After a good end, the reason says only that all ranks exited so.
         cause = {FINISHED: "the last step is done", STOPPED: "a stop signal"}.get(code, reason or state)
         self._send(state, cause, text, named)
 

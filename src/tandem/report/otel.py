@@ -32,14 +32,14 @@ MOST_ROUNDS = 50
 """Requests for one file before the other files get their turn."""
 MOST_BEGUN = 200
 SAVES = {"checkpoint": ledger.FINISHED, "checkpoint_failed": ledger.FAILED}
-"""Events about saves, and the cause that their span ends with."""
+"""Events about saves, with the cause with which their span ends."""
 T = TypeVar("T")
 
 
 class SendProgress:
-    """What has been sent, and what is needed to continue: plain JSON, with fields of any other type left out.
+    """The progress of sending, and the state to continue from: plain JSON, without fields of any other type.
 
-    A copy is changed while something is sent, and takes the place of the original once it has arrived.
+    A copy is changed while data is sent, and replaces the original once the data has arrived.
     """
 
     def __init__(self, found: Mapping[str, Any]) -> None:
@@ -96,7 +96,7 @@ class SendProgress:
                 return None
             trace, parent = self.at(ended)
             known = {f"tandem.{name}": event[name] for name in ("step", "bytes") if name in event}
-            # The same if it is sent again.
+            # The ID is the same if the span is sent again.
             span = sha256(f"{trace} {event['kind']} {event['step']} {ended}".encode()).hexdigest()[:16]
             began = ended - float(event.get("seconds") or 0.0)
             return Span(trace, span, parent, "save", began, ended, SAVES[event["kind"]], known)
@@ -110,7 +110,7 @@ class SendProgress:
         return Span(*known, float(now), str(cause), attributes, (link[0], link[1]) if link else None)
 
     def killed(self, at_most: float = math.inf) -> list[Span]:
-        """End the spans that a killed launch left open, at the last time that is known of it."""
+        """End the spans that a killed launch left open, at the launch's last known time."""
         seen = min(max(self.last, self.metrics), at_most)
         newest = max(
             (each["time"] for each in self.open.values() if each["name"] == "generation"), default=0.0
@@ -124,7 +124,7 @@ class SendProgress:
         return spans
 
     def at(self, moment: float) -> tuple[str, str]:
-        """Return the trace and the span to which something at this time belongs."""
+        """Return the trace and the span that contain this time."""
         found = [each for each in self.begun if moment >= each[0]] or self.begun[:1]
         return (found[-1][1], found[-1][2]) if found else ("", "")
 
@@ -153,10 +153,10 @@ class OtelUpload:
         self._ended: str | None = None
 
     def send(self, ended: str | None = None) -> int:
-        """Send what is new; return how many records. Raises OtlpError, after which nothing is lost.
+        """Send new data; return the number of records. Raises OtlpError, after which nothing is lost.
 
-        `ended`: the state of a launch that has ended. All remaining data is then sent, including what is
-        known only at the end: the last metrics, and the spans that a kill has left open.
+        `ended`: the state of a launch that has ended. All remaining data is then sent, including data that
+        exists only at the end: the last metrics, and the spans that a kill left open.
         """
         self._ended = ended
         if ended is not None:
@@ -164,7 +164,7 @@ class OtelUpload:
         problem: Exception | None = None
         sent = 0
         for part in (self._send_metrics, self._send_traces, self._send_logs):
-            # A server for one signal may be down while those of the others are not.
+            # A server for one signal may be down while the others' servers are up.
             try:
                 sent += part()
             except Exception as error:
@@ -190,7 +190,7 @@ class OtelUpload:
 
     def _send_traces(self) -> int:
         sent = self._send_file(self._run.logs / layout.OTEL_SPANS, _spans, self._client.send_spans)
-        if self._position.begun:  # only then is it known to what a save belongs
+        if self._position.begun:  # only then is the parent of a save known
             sent += self._send_file(self._run.folder / layout.EVENTS, _saves, self._client.send_spans)
         after = copy.deepcopy(self._position)
         if self._ended == KILLED and self._client.send_spans(after.killed()):
@@ -222,7 +222,7 @@ class OtelUpload:
         records_of: "Callable[[Path, list[bytes], SendProgress], list[T]]",
         send: Callable[[list[T]], bool],
     ) -> int:
-        """Send what `records_of` makes of new lines, a request for each chunk; return how many records."""
+        """Send the records that `records_of` makes of new lines, a request per chunk; return their number."""
         sent = 0
         for _ in range(MOST_ROUNDS) if self._ended is None else count():
             after = copy.deepcopy(self._position)
@@ -231,7 +231,7 @@ class OtelUpload:
             if not lines or mark is None:
                 break
             records = records_of(path, lines, after)
-            # Logs belong to these spans, even if these do not arrive.
+            # Logs belong to these spans, even if the spans do not arrive.
             self._position.begun = after.begun
             self._position.marks = after.marks
             if not send(records):
@@ -291,7 +291,7 @@ class OtelUpload:
         return {**snapshot, "families": [*families.values()], "time": math.nextafter(moment, math.inf)}
 
     def _keep(self, position: SendProgress) -> None:
-        """Record what has arrived; after a kill before this, it is sent once more, with the same IDs."""
+        """Record what has arrived. After a kill before this, it is sent once more, with the same IDs."""
         self._position = position
         write_json_atomic(self._run.logs / layout.OTEL_SENT, vars(position))
 

@@ -24,7 +24,7 @@ INSTALL = "OpenTelemetry is not installed here; run: pip install 'tandem-train[o
 
 
 class OtelChoice(NamedTuple):
-    """Which signals are sent, how often metrics are (seconds), and what is wrong with the variables."""
+    """The signals to send, the interval of metrics in seconds, and the problems with the variables."""
 
     signals: tuple[str, ...]
     interval: float
@@ -32,7 +32,7 @@ class OtelChoice(NamedTuple):
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> "OtelChoice":
-        """Return what OpenTelemetry's standard variables ask for; without an endpoint, nothing."""
+        """Return the choice in OpenTelemetry's standard variables; without an endpoint, no signals."""
         problems = []
         signals = []
         is_off = environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
@@ -78,7 +78,7 @@ def is_installed() -> bool:
 
 
 def is_wanted(environ: Mapping[str, str]) -> bool:
-    """Return whether this launch is sent to a collector; log what prevents that."""
+    """Return whether this launch is sent to a collector; if not, log what prevents it."""
     choice = OtelChoice.of(environ)
     for problem in choice.problems:
         log.warning("%s; this is not sent to OpenTelemetry", problem)

@@ -1,9 +1,9 @@
 """Send spans, logs and metrics over OTLP; the only module that imports OpenTelemetry (the extra `otel`).
 
 Its exporters read endpoints, headers, certificates, compression and timeouts from their own variables
-(OTEL_EXPORTER_OTLP_*). The records are built here and not by its instruments, because the measurements are in
-files. So a counter keeps its start time when the process that sends it is restarted. `tracking.follow`
-repeats failed requests, so that a collector that is down delays the end of a launch as little as possible.
+(OTEL_EXPORTER_OTLP_*). The records are built here, not by its instruments, because the measurements are in
+files. So a counter keeps its start time when its sending process is restarted. `tracking.follow` repeats
+failed requests, so that a collector that is down delays the end of a launch as little as possible.
 """
 
 import logging
@@ -53,9 +53,9 @@ NOT_SERVED = (404, 405, 501)
 """Answers of a server that does not accept this kind of data at all."""
 TOO_MANY = 429
 WORTH_ANOTHER = (401, 403, 408, TOO_MANY)
-"""Answers from 400 to 499 that may pass; after any other, the same data would be rejected again."""
+"""Transient answers from 400 to 499; after any other, the same data would be rejected again."""
 MOST_TRIES = 3
-"""How often a request is made to a server that asks for short pauses, before it counts as failed."""
+"""Attempts with a server that asks for short pauses, before a request counts as failed."""
 T = TypeVar("T")
 
 
@@ -67,7 +67,7 @@ class _Session(requests.Session):
     """Makes one request and stores its result, which the exporters only log.
 
     The exporters repeat a request until their timeout, which many users set in milliseconds, as for other
-    SDKs. So this class reports to them only failures that they do not repeat.
+    SDKs. So this class reports to them only failures that they do not retry.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ def _retry_after(text: str) -> float | None:
 
 
 class _WithoutSecrets(logging.Handler):
-    """Prints what OpenTelemetry logs, without secrets: it logs a header that it cannot parse."""
+    """Prints OpenTelemetry's log without secrets: OpenTelemetry logs a header that it cannot parse."""
 
     def __init__(self, secrets: Sequence[str]) -> None:
         super().__init__()
@@ -159,14 +159,14 @@ class OtlpClient:
         return self._export("logs", _made(lambda entry: _record(*entry, self._resource), entries))
 
     def send_metrics(self, snapshot: Mapping[str, Any]) -> bool:
-        """Send what `OtelFiles` has written. Raises OtlpError, and ValueError if it is something else."""
+        """Send a snapshot of `OtelFiles`. Raises OtlpError, and ValueError for anything else."""
         found = [_metric(each, snapshot) for each in snapshot["families"] if each["points"]]
         scoped = metric_types.ScopeMetrics(SCOPE, found, "")
         data = metric_types.ResourceMetrics(self._resource, [scoped], "")
         return self._export("metrics", metric_types.MetricsData([data]))
 
     def try_all(self) -> None:
-        """Let the next calls send, even if the collector asked to wait or did not accept this kind."""
+        """Let the next calls send, even if the collector asked for a pause or did not accept this kind."""
         self._pauses.clear()
         self._waits.clear()
 

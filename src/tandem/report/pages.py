@@ -1,4 +1,4 @@
-"""The two pages for users: live, from the server, and the report, a file. Both are self-contained.
+"""Build the two pages for users: the live page of the server, and the report. Both are self-contained.
 
 They are assembled from `page/`: one style sheet and one set of parts for both, and uPlot for the curves.
 """
@@ -41,7 +41,7 @@ def report_page(data: Mapping[str, object]) -> bytes:
     """Return the report of finished runs; `data` is what report.js reads."""
     style = _style()
     script = _script("report.js")
-    # In a script element, only "</script" and "<!--" have a meaning, and both need a "<".
+    # In a script element, only "</script" and "<!--" have a special meaning, and both need a "<".
     embedded = to_json(dict(data)).replace("<", "\\u003c")
     html = _part("report.html").replace("@STYLE@", style).replace("@SCRIPT@", script)
     # The data come last, because they may contain the text of a placeholder.

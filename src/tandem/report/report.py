@@ -33,7 +33,7 @@ _ACTIVITY = re.compile(
 LONGEST = 400
 LONGEST_NAME = 120
 """Maximum number of characters for a message about a problem, and for a name."""
-# Where and how a run was started differs between most runs, and says nothing about its training.
+# Where and how a run was started differs between most runs, but says nothing about its training.
 NOT_COMPARED = ("run_dir", "resume", "metrics", "node_rank", "master")
 
 
@@ -95,7 +95,7 @@ def read_run(run_dir: Path, secrets: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _read_run(run: RunDir, copied: RunDir, secrets: Sequence[str]) -> dict[str, Any]:
-    """`copied`: the same with its files at hand; logs are not copied."""
+    """`copied`: the same run with local copies of its files, except logs."""
     files = copied.files()
     settings = files.read(layout.CONFIG)
     history = History(copied, files)
@@ -173,7 +173,7 @@ def _activities(page: str) -> list[list[object]]:
 # `tandem page`: reports of finished or running runs over HTTP, created again for each request.
 
 MOST = 20
-"""Maximum number of runs on a page; of a directory with more, the newest."""
+"""Maximum number of runs on a page; of a directory with more, it shows the newest."""
 HTML = "text/html; charset=utf-8"
 TEXT = "text/plain; charset=utf-8"
 
@@ -237,7 +237,7 @@ class ReportServer:
 
     def serve(self, should_stop: Callable[[], object]) -> None:
         """Serve until `should_stop()` returns True."""
-        # `handle_request` returns after this time without a client, so that a stop is noticed.
+        # Without a client, `handle_request` returns after this time, so that a stop is noticed.
         self._http.timeout = SUPERVISE_SECONDS
         try:
             while not should_stop():

@@ -49,7 +49,8 @@ class RunRow:
     @property
     def is_empty(self) -> bool:
         """True if it has ended, and left nothing to resume from or to use."""
-        # A run on another machine has no visible process. Only recent files show that it may be training.
+        # The process of a run on another machine is not visible. Only recent files show that it may be
+        # training.
         settled = self.state in (OPEN, NOT_BEGUN) and self.age_seconds > SETTLED_SECONDS
         return self.is_all_notes and (settled or self.state in ("failed", "stopped"))
 
@@ -114,7 +115,7 @@ def as_json(rows: Sequence[RunRow], folder: Path) -> dict[str, object]:
 
 
 def _is_run(folder: Path) -> bool:
-    """Return True for the file that every run has before its first rank starts; a link is another run."""
+    """Return True for a folder with config.json, which precedes a run's first rank; False for a link."""
     return os.path.lexists(folder / layout.CONFIG) and not folder.is_symlink()
 
 
@@ -140,7 +141,7 @@ def _row(folder: Path, now: float) -> RunRow:
         # The clock of a network volume may be ahead of this machine's.
         age_seconds=max(0.0, now - max((changed for _, changed in measured), default=now)),
         bytes=sum(size for size, _ in measured),
-        # `clean` must not remove a run whose files could not be read: they may be of use to someone else.
+        # `clean` must not remove a run whose files could not be read: someone else may need them.
         is_all_notes=not is_elsewhere and not files.problems and _is_all_notes(folder),
         problems=tuple(files.problems),
     )

@@ -1,4 +1,4 @@
-"""Send small JSON documents to a server from a thread, so that nothing else ever waits for that server.
+"""Send small JSON documents to a server from a thread, so that no other code waits for that server.
 
 Node 0's agent uses it for a webhook (`notify.py`) and the platform's status endpoint (`trainer_status.py`).
 """
@@ -24,12 +24,12 @@ from tandem.timeouts import OUTGOING_REQUEST_SECONDS, OUTGOING_RETRY_SECONDS
 log = logging.getLogger("tandem.node")
 
 ATTEMPTS = 3
-"""For one document; a document that a newer one replaces is not sent again."""
+"""Attempts to send one document; a document that a newer one replaces is not sent again."""
 
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """One POST request: where to, with which headers, and with which certificates (None: the system's)."""
+    """One POST request: its address, headers, and certificates (None: the system's)."""
 
     url: str
     body: object
@@ -53,10 +53,9 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 class HttpSender:
     """Sends documents to one server, in order, from a thread that begins with the first one.
 
-    `to` names the server in the metric and the log. Between two requests there are at least `pause` seconds.
-    Of more than `most` waiting documents the newest are kept; with 1, only the last state counts. After an
-    answer of 429 or 5xx, or none, it tries again, ATTEMPTS times in all. Failures are counted, and logged
-    once.
+    `to` names the server in the metric and the log. Requests are at least `pause` seconds apart. If more than
+    `most` documents wait, the newest are kept; with 1, only the last state counts. After an answer of 429 or
+    5xx, or no answer, it tries again, ATTEMPTS times in all. Failures are counted, and logged once.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class HttpSender:
                 left = deadline - time.monotonic()
                 if left <= 0 or is_over():
                     return False
-                # Often, because whatever ends this wait early (a signal) does not notify the condition.
+                # Wake up often, because a signal, which ends this wait early, does not notify the condition.
                 self._changed.wait(min(left, 0.1))
         return True
 
@@ -141,12 +140,12 @@ class HttpSender:
                 return
 
     def _is_replaced_after(self, attempt: int) -> bool:
-        """Wait before another attempt; return True if it is not worth making any more."""
+        """Wait before another attempt; return True if the attempt is no longer worthwhile."""
         deadline = time.monotonic() + max(self._pause, OUTGOING_RETRY_SECONDS * 2 ** (attempt - 1))
         with self._changed:
             while (left := deadline - time.monotonic()) > 0 and not self._is_closed:
                 self._changed.wait(left)
-            # In a full queue, another attempt would cost a newer document its place.
+            # With a full queue, another attempt would keep out a newer document.
             return self._is_closed or len(self._waiting) == self._waiting.maxlen
 
     def _try(self, make: Make) -> tuple[str, bool]:
@@ -164,11 +163,11 @@ class HttpSender:
                 return "", False
         except urllib.error.HTTPError as error:
             with error:
-                # Too many requests, and the server's own failures, may pass; another status would come again.
+                # Too many requests, and the server's own failures, may pass; any other status would recur.
                 return f"HTTP status {error.code}", error.code == 429 or error.code >= 500
         except urllib.error.URLError as error:
             return _reason(error.reason), True
-        # Not the text of these errors: it may quote the address.
+        # Do not use the text of these errors: it may quote the address.
         except (http.client.HTTPException, ValueError) as error:
             return type(error).__name__, False
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Node 0's HTTP server for metrics, health and the live page, with limits on everything.
+"""Run node 0's HTTP server for metrics, health and the live page, with limits on everything.
 
 Read-only, except that a reader with the token may look inside the ranks (`inspection_paths.py`).
 """
@@ -38,7 +38,7 @@ class MetricsServer:
     `status()` returns the run's status as a dict. Its keys `healthy` and `ready` (default: training was
     reached) decide the probes. `history()` returns the page's curves; `about()` and `log()` return other
     facts. The log is served only on loopback, or to readers with the token. A busy port or an invalid host
-    never raises: a warning is logged and another one is used, see `port`.
+    never raises: a warning is logged and another port or host is used, see `port`.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class MetricsServer:
     ) -> None:
         """Wait until readers have seen the final state, or until `seconds` have passed.
 
-        A scraper is awaited if there ever was one, until `stop()` returns True. An open page is awaited for
-        `page_seconds` if its connection is held (`end`) or it has just requested /api/run.
+        Waits for a scraper, if there ever was one, until `stop()` returns True. Waits `page_seconds` for an
+        open page if its connection is held (`end`) or it has just requested /api/run.
         """
         started = time.monotonic()
         final = self.metrics.final_since
@@ -114,10 +114,10 @@ class MetricsServer:
         return (asked_before or self._held > 0) and time.monotonic() < moment + seconds
 
     def end(self) -> Mapping[str, object]:
-        """Wait until the run is over; return everything that the page shows of it.
+        """Wait until the run is over; return everything that the page shows about it.
 
-        There may be no second response. Empty after `hold_seconds`, and immediately if MOST_HELD others wait
-        already, because threads are few.
+        There may be no second response. Empty after `hold_seconds`, and immediately if MOST_HELD others
+        already wait, because threads are limited.
         """
         deadline = time.monotonic() + self._hold_seconds
         with self._read_done:
@@ -128,7 +128,8 @@ class MetricsServer:
                 left = deadline - time.monotonic()
                 if left <= 0 or not has_room or self._is_closing:
                     return {}
-                # In short waits, because the registry does not notify this condition when the run ends.
+                # Wait in short intervals, because the registry does not notify this condition when the run
+                # ends.
                 self._read_done.wait(min(left, 0.1))
         return {"run": self.status(), "history": self._asked["/api/history"](), "log": self._own_log()}
 
@@ -201,7 +202,7 @@ class MetricsServer:
     def note_read(self, path: str, moment: float, is_sent: bool = True, is_scraper: bool = False) -> None:
         """Record that a response, generated from `moment` on, was sent or could not be sent.
 
-        `is_scraper`: Prometheus has asked. Other readers of /metrics are not recorded.
+        `is_scraper`: the reader is Prometheus. Other readers of /metrics are not recorded.
         """
         if path == "/api/end":
             with self._read_done:

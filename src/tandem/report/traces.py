@@ -1,7 +1,7 @@
 """Merge the profiles of all ranks into one trace for Perfetto or chrome://tracing, on one clock.
 
-Node 0's agent runs `python -m tandem.report.traces JOB` as another process, because traces are large, and
-parsing them would delay its other work. JOB is a JSON file with the parts, the output and the metadata.
+Node 0's agent runs `python -m tandem.report.traces JOB` as a separate process, because parsing large traces
+would delay its other work. JOB is a JSON file with the parts, the output and the metadata.
 """
 
 import json
@@ -12,14 +12,14 @@ from typing import Any
 
 Event = dict[str, Any]
 FLOWS_PER_RANK = 2**40
-"""Arrows between events have numbers that are unique only within one rank's trace."""
+"""Offset per rank for the numbers of arrows between events, which are unique only within one rank's trace."""
 
 
 def merged(parts: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return one trace, with one process row for each part.
 
-    A part has `rank`, `node`, `node_name`, `path` (of torch's trace) and `ahead`: by how many nanoseconds its
-    clock is ahead of node 0's. Raises OSError, and ValueError for a file that is no trace.
+    A part has `rank`, `node`, `node_name`, `path` (of torch's trace) and `ahead`: the nanoseconds by which
+    its clock is ahead of node 0's. Raises OSError, and ValueError for a file that is no trace.
     """
     events: list[Event] = []
     base: int | None = None
@@ -52,7 +52,7 @@ def _events(part: Mapping[str, Any], events: Sequence[Event], shift: float) -> I
         if each.get("ph") == "M" and each.get("name") == "thread_name"
     }
     for event in events:
-        # Rows without a number as process are torch's own marks of the recording.
+        # Rows whose process is not a number are torch's own marks of the recording.
         if event.get("ph") == "M" or not isinstance(event.get("pid"), int) or "ts" not in event:
             continue
         row = (event["pid"], event.get("tid"))

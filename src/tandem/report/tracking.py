@@ -1,4 +1,4 @@
-"""Send the rows of the journal that a tracker lacks; runs in a separate process.
+"""Send the journal's rows that a tracker does not have yet; runs in a separate process.
 
 When a run resumes from an earlier step, the journal is rewound, so it has each step once.
 RUN_DIR/tracker.json has the tracker's ID of the run, and how much was sent. A repeated step is not sent
@@ -60,7 +60,7 @@ class MetricRow(NamedTuple):
 
 
 class RunStart(NamedTuple):
-    """What a tracker needs to open a run.
+    """The facts that a tracker needs to open a run.
 
     `ours` identifies the run before the tracker has an ID for it; `known` is the tracker's ID, once it is
     known. `folder` is the directory for local files.
@@ -79,7 +79,7 @@ class Tracker(Protocol):
     id: str
 
     def rows(self, rows: Sequence[MetricRow]) -> None:
-        """Return when the tracker has the rows; sending rows again does no harm."""
+        """Return once the tracker has the rows; sending rows again does no harm."""
 
     def end(self, state: str, summary: Mapping[str, object]) -> None:
         """Close the run. `state`: finished, stopped, failed, or killed for a launch that reported none."""
@@ -129,7 +129,7 @@ class MLflow:
         self._settings: Mapping[str, object] | None = beginning.settings
         if beginning.known is not None:
             self.id = beginning.known
-            # The end of the earlier launch has closed the run.
+            # The earlier launch closed the run at its end.
             self._client.update_run(self.id, status="RUNNING")
             return
         experiment = mlflow.tracking.fluent._get_experiment_id()  # honors MLFLOW_EXPERIMENT_NAME
@@ -141,7 +141,7 @@ class MLflow:
         self.id = run.info.run_id
 
     def rows(self, rows: Sequence[MetricRow]) -> None:
-        # Not sent on creation: here, a failure is retried together with the rows.
+        # Settings are not sent on creation: here, a failure is retried together with the rows.
         if self._settings is not None:
             self._say_settings(self._settings)
             self._settings = None
@@ -154,7 +154,7 @@ class MLflow:
     def _say_settings(self, settings: Mapping[str, object]) -> None:
         """Send settings as params.
 
-        Those cannot change, so a value that a later launch changed becomes a tag.
+        Params cannot change, so a value that a later launch changed becomes a tag.
         """
         there = self._client.get_run(self.id).data.params
         texts = {_name(name): str(value)[:LONGEST] for name, value in settings.items()}
@@ -218,7 +218,7 @@ class Wandb:
 
 
 KILLED = "killed"
-"""The state of a launch that reported none."""
+"""The state of a launch that reported no state."""
 ROWS_AT_ONCE = 100
 LONGEST_REASON = 200
 
@@ -281,7 +281,7 @@ class JournalReader:
 
 
 class Upload(Protocol):
-    """Sends a run to a server. `send` may raise anything; what it has not sent is kept."""
+    """Sends a run to a server. `send` may raise any error; unsent rows are kept."""
 
     def send(self, ended: str | None = None) -> int: ...
 
@@ -310,8 +310,8 @@ class TrackerUpload:
         before = self._mark.sent
         while waiting := self._next():
             tracker.rows([row for _, row in waiting])
-            # Only now that the rows are accepted. If this process dies before, they are sent again, which
-            # does no harm.
+            # Record this only now that the rows are accepted. If this process dies earlier, they are sent
+            # again, which does no harm.
             self._keep(waiting[-1][0])
             self._waiting = []
         if ended is not None:
@@ -342,8 +342,8 @@ class TrackerUpload:
         if self._tracker is None:
             about = self._about.read(self.files)
             settings = {str(row["name"]): row["value"] for row in about["settings"]}
-            # Written first: if this process dies before the tracker's ID is known, the next one finds the run
-            # by `ours`.
+            # Write it first: if this process dies before the tracker's ID is known, the next one finds the
+            # run by `ours`.
             self._keep(self._mark)
             folder = self._run.folder
             known = RunStart(self._mark.ours, self._mark.run, folder.name, settings, folder)
@@ -375,14 +375,14 @@ class TrackerUpload:
 def follow(sending: Upload, name: str, until: Callable[[float], str | None]) -> bool:
     """Send until `until(seconds)` returns the launch's final state; return True if everything was sent.
 
-    A tracker that does not answer costs one warning, and is retried at increasing intervals. After the end,
-    one that has answered before is tried twice.
+    If a tracker does not answer, one warning is logged, and it is retried at increasing intervals. After the
+    end, a tracker that has answered before is tried twice.
     """
     failing = False
     pause = 0.0
     ended: str | None = None
     while True:
-        # Read before `send`, which then includes all rows of a launch that has ended.
+        # Read it before `send`, which then includes all rows of a launch that has ended.
         ended = until(pause) or ended
         try:
             rows = sending.send(ended)
@@ -405,7 +405,7 @@ def follow(sending: Upload, name: str, until: Callable[[float], str | None]) -> 
 def follow_launch(sending: Upload, name: str, config: Mapping[str, object], run: RunDir) -> bool:
     """Run `follow` until the launch closes this process's standard input, after writing its final state.
 
-    What the tracker's packages print goes to log/tracker.log.
+    Output of the tracker's packages goes to log/tracker.log.
     """
     setup(run.node_log(0), None, 0, True, config.get("log_format") == "json")
     stages: Queue[str] = Queue()
@@ -433,7 +433,7 @@ def follow_launch(sending: Upload, name: str, config: Mapping[str, object], run:
 
 @contextmanager
 def exclusive_sender(folder: Path, wait: bool) -> Iterator[None]:
-    """Ensure that there is one sender. That of a killed launch may still be sending. Raises ConfigError."""
+    """Ensure that only one process sends: a killed launch's sender may still run. Raises ConfigError."""
     # The lock needs no file in the run, and the kernel releases it however the process ends (flock(2)).
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -31,7 +31,7 @@ class Endpoint(NamedTuple):
     def of(cls, environ: Mapping[str, str]) -> "Endpoint | None":
         """Return the endpoint that the platform's variables name; None outside of such a TrainJob."""
         url, ca, token = (environ.get(name, "") for name in (SERVER_URL, CA_CERT, TOKEN))
-        # Without TLS, anyone on the way could read the token.
+        # Without TLS, anyone on the network path could read the token.
         return cls(url, Path(ca), Path(token)) if url.startswith("https://") and ca and token else None
 
     def request(self, body: object) -> HttpRequest:
@@ -45,7 +45,7 @@ class Endpoint(NamedTuple):
 
 
 class JobProgress(NamedTuple):
-    """How far a run is. `planned`: None for a script, whose length tandem does not know."""
+    """The progress of a run. `planned`: None for a script, whose length tandem does not know."""
 
     step: int
     planned: int | None
@@ -55,7 +55,7 @@ class JobProgress(NamedTuple):
 
 
 def status_of(progress: JobProgress, now: float) -> dict[str, Any]:
-    """Return the document that the endpoint takes; `now` is Unix time. What is unknown is left out."""
+    """Return the document that the endpoint expects; `now` is Unix time. Unknown values are left out."""
     status: dict[str, Any] = {}
     if progress.is_finished:
         status |= {"progressPercentage": FINISHED_PERCENT, "estimatedRemainingSeconds": 0}
@@ -77,7 +77,7 @@ def status_of(progress: JobProgress, now: float) -> dict[str, Any]:
 class TrainerStatus:
     """Posts the progress of one launch to an endpoint, from construction to `close`.
 
-    The first post is at once, and each next one at least TRAINER_SECONDS after the one before.
+    The first post is immediate, and each further one at least TRAINER_SECONDS after the previous one.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class TrainerStatus:
     ) -> None:
         self._endpoint = endpoint
         self._batch_size = batch_size
-        # In the cluster, a proxy for the outside is never right.
+        # In the cluster, a proxy for outside addresses is never right.
         self._sender = HttpSender("trainer", count, most=1, pause=pause, uses_proxy=False)
         self._lock = threading.Lock()
         self._step = 0
@@ -108,8 +108,8 @@ class TrainerStatus:
                     self._metrics |= {} if loss is None else {"loss": loss}
                 case Point(_, _, values):
                     self._metrics |= _numbers_in(values)
-                # A script reports its steps in no other way. Rank 0's heartbeat of a task may be ahead of its
-                # `StepsDone`, which is no problem.
+                # A script reports its steps in no other way. For a task, rank 0's heartbeat may be ahead of
+                # its `StepsDone`, which does no harm.
                 case Heartbeat(0, step):
                     self._step = max(step, self._step) if self._planned is None else self._step
             is_same = before == (self._step, self._planned, self._metrics)

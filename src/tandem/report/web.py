@@ -1,4 +1,4 @@
-"""HTTP for pages and metrics: GET and HEAD, and POST without a body, with limits on each request."""
+"""Serve HTTP for pages and metrics: GET and HEAD, and POST without a body, with limits on each request."""
 
 import ipaddress
 import logging
@@ -90,7 +90,8 @@ class BoundedServer(ThreadingMixIn, HTTPServer):
             if self._silent:
                 oldest = next(iter(self._silent))
                 del self._silent[oldest]
-                # Not SSLSocket's method, which would take the TLS state away from the thread that is reading.
+                # Do not use SSLSocket's method, which would take the TLS state away from the thread that is
+                # reading.
                 with suppress(OSError):  # wakes its thread, which closes it
                     socket.socket.shutdown(oldest, socket.SHUT_RDWR)
 
@@ -110,7 +111,7 @@ class BoundedServer(ThreadingMixIn, HTTPServer):
             self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        # At level debug, because any client could otherwise fill the log.
+        # Log at level debug, because any client could otherwise fill the log.
         logger.debug("metrics: a client went away or sent garbage", exc_info=True)
 
 
@@ -169,7 +170,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.handle_one_request()
 
     def _read_head(self) -> bytes | None:
-        # One deadline for all reads: a client that sends a byte now and then would otherwise hold a thread.
+        # One deadline covers all reads: otherwise a client that sends occasional bytes would hold a thread.
         deadline = time.monotonic() + REQUEST_SECONDS
         head = b""
         while b"\r\n\r\n" not in head and b"\n\n" not in head:
@@ -210,7 +211,7 @@ class _Handler(BaseHTTPRequestHandler):
         is_sent = False
         try:
             self._send(code, content_type, body)
-            # A HEAD request has shown no one the final state, which `linger` waits for.
+            # A HEAD request shows no one the final state, for which `linger` waits.
             is_sent = self.command == "GET"
         finally:
             if code == 200:
@@ -227,7 +228,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(*post(self.path, allowed, self.headers.get(HEADER)))
 
     def _is_scraper(self) -> bool:
-        """Return whether the reader identifies itself as Prometheus, or as a scraper that works like it."""
+        """Return whether the reader identifies itself as Prometheus or a compatible scraper."""
         agent = self.headers.get("User-Agent", "")
         return agent.startswith("Prometheus/") or SCRAPE_TIMEOUT in self.headers
 

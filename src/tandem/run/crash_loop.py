@@ -1,8 +1,8 @@
 """Stop crash loops: count starts that have saved nothing new, in the run directory.
 
-With too little memory there is a new pod every few seconds, and a segmentation fault at the first step ends
-with 200, which a platform restarts forever. Node 0 waits longer before each such start, and gives up after
---max-crash-loops.
+With too little memory, a platform starts a new pod every few seconds. A segmentation fault at the first step
+exits with 200, which a platform restarts forever. Node 0 waits longer before each such start, and gives up
+after --max-crash-loops.
 """
 
 import json
@@ -28,7 +28,7 @@ from tandem.timeouts import FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS, MONI
 log = logging.getLogger("tandem.launch")
 
 AT_ONCE = 2
-"""Up to this many starts without anything new are normal: a node may be drained twice in a row."""
+"""Up to this many starts that save nothing new are normal: a node may be drained twice in a row."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def backoff_seconds(starts: int) -> float:
 class CrashLoop:
     """The starts of `run`, including this launch's. `is_ours` is checked before each write.
 
-    `steady`: after how many seconds a start is no crash. `backoff`: the wait after that many starts that have
-    saved nothing new.
+    `steady`: seconds after which a start is no crash. `backoff`: a function from the number of starts that
+    saved nothing new to the wait.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class CrashLoop:
         """Count this start, after waiting as long as the earlier ones require. Raises CrashLoopError."""
         before = self._before
         if before.starts >= allowed:
-            self._forget()  # the next start is a person's, who has read this error
+            self._forget()  # the next start is by a person who has read this error
             raise CrashLoopError(
                 f"{before.starts} starts in a row have saved nothing new after step {before.step}; the last "
                 f"one: {before.reason or 'it was killed'}. Check log/ in {self._where}, fix that and "
@@ -99,11 +99,11 @@ class CrashLoop:
                 "%d starts in a row have saved nothing new after step %d (%s): waiting %.0f s",
                 before.starts, before.step, before.reason or "killed", seconds,
             )  # fmt: skip
-        # In short sleeps, because a stop during the wait must not outlast the platform's grace period.
+        # Sleep in short intervals: a stop during the wait must not outlast the platform's grace period.
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not should_stop():
             time.sleep(MONITOR_SECONDS)
-        # Written before any rank starts, because a node that is killed cannot record its own end.
+        # Write it before any rank starts, because a killed node cannot record its own end.
         self._write(Record(before.starts + 1, before.step))
         self._timer.start()
 
@@ -116,7 +116,7 @@ class CrashLoop:
         if code < 128 or code == STOPPED:  # 255 as well: a platform restarts it
             self._forget()
         elif generations == 0:
-            # No rank has run, so this start says nothing about the program.
+            # No rank has run, so this start proves nothing about the program.
             self._write(self._before)
         else:
             self._write(Record(self._before.starts + 1, self._before.step, f"code {code}, {reason}"[:1000]))
@@ -152,5 +152,5 @@ class CrashLoop:
             else:
                 write_bytes_atomic(self._folder / layout.STARTS, record)
         except OSError as error:
-            # The count is only a safeguard: a full volume must not keep the run from training.
+            # The count is only a safeguard, so a full volume must not keep the run from training.
             log.warning("cannot record this start in %s: %s", self._where, error)

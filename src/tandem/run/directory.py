@@ -82,7 +82,7 @@ class Mirror:
         return bool(content) and exists(path) and path.read_bytes().startswith(content or b"")
 
     def begin(self, config: bytes, keeps_summary: bool = False) -> None:
-        """Prepare the store at the start of a run: get the journal back, delete the outdated summary.
+        """Prepare the store at the start of a run: fetch the journal, delete the outdated summary.
 
         Raises OSError.
         """
@@ -100,8 +100,7 @@ class Mirror:
             return
         for name in layout.COPIED:
             try:
-                # Read before the content: a line that is appended in between causes another copy and is not
-                # missed.
+                # Read it before the content: a line that is appended in between then causes another copy.
                 state = (self._folder / name).stat()
                 mark = (state.st_size, state.st_mtime_ns)
                 if self._pushed.get(name) != mark:
@@ -120,7 +119,7 @@ class RunDir:
     The constructor touches no file. `folder` is the local directory: the run directory itself, or for an
     address this user's directory in the temporary directory, whose files are copied to the address. `token`
     is the fencing token of this process's launch, which is checked before each checkpoint is published;
-    without one, there is no check.
+    without one, nothing is checked.
     """
 
     def __init__(self, where: str | PurePath, token: Token | None = None, folder: Path | None = None) -> None:
@@ -134,7 +133,7 @@ class RunDir:
     def open(cls, settings: Settings, placement: Placement, now: float) -> "RunDir":
         """Return the run directory of a launch.
 
-        The default name, with the time in it, is only for a laptop: other nodes would pick another time.
+        The default name contains the time, so it is only for a laptop: other nodes would pick another time.
         Raises ConfigError elsewhere if no run directory is set.
         """
         run_dir = settings.run.run_dir
@@ -166,9 +165,8 @@ class RunDir:
 
     @cached_property
     def checkpoints(self) -> CheckpointStore:
-        """Raises ConfigError if the library for the address is not installed."""
-        # Created on first use, because the library for an address may be missing, and not every command needs
-        # it.
+        """The run's checkpoints. Raises ConfigError if the library for the address is not installed."""
+        # Create it on first use: the library for an address may be missing, and not every command needs it.
         return CheckpointStore(self.where / layout.CHECKPOINTS, fence(self.where, self._token))
 
     @cached_property
@@ -191,7 +189,7 @@ class RunDir:
         if self.is_here:
             yield self
             return
-        # Not in `folder`: `fetch` replaces and removes files there, and this run may be training on this
+        # Do not use `folder`: `fetch` replaces and removes files there, and this run may be training on this
         # machine.
         with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
             copied = RunDir(self.where, folder=Path(folder))
@@ -215,7 +213,7 @@ class RunDir:
         write_json_atomic(self.folder / layout.SUMMARY, summary)
 
     def record_micro_batch(self, samples: int) -> None:
-        """Show in config.json the micro-batch size that is used. Raises OSError."""
+        """Record in config.json the micro-batch size in use. Raises OSError."""
         config = self.files().read(layout.CONFIG)
         if config and config.get("micro_batch_size") != samples:
             write_json_atomic(self.folder / layout.CONFIG, {**config, "micro_batch_size": samples})
@@ -233,7 +231,7 @@ class RunDir:
     def make_private(self) -> None:
         """Create the directory with mode 700 if it is missing. Errors are left to the code that writes there.
 
-        Its files need no modes of their own, because no other user can enter the directory.
+        Its files need no special modes, because no other user can enter the directory.
         """
         if self.is_here:
             with suppress(OSError):
@@ -243,7 +241,7 @@ class RunDir:
     @contextmanager
     def made(self, is_first: bool = True) -> Iterator[None]:
         """Call `make_private`; at the end, the first node removes empty directories that it created."""
-        # Listed before anything is created, so that empty directories of the user stay.
+        # List them before anything is created, so that the user's empty directories stay.
         made = [each for each in (self.folder, *self.folder.parents) if is_first and not exists(each)]
         self.make_private()
         try:

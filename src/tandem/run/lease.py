@@ -39,7 +39,7 @@ log = logging.getLogger("tandem.run")
 # not import torch.
 
 NOTE_BYTES = 1024
-"""Fixed length of a record. A single write rewrites it in place, so no reader sees half a record."""
+"""Fixed length of a record. A single write replaces it in place, so no reader sees half a record."""
 
 
 class Token(NamedTuple):
@@ -179,7 +179,8 @@ def check(notes: Notes, run_dir: PurePath, token: Token, note: LeaseRecord | Non
     """
     found = LeaseRecord.parse(notes.read(token.number))
     if found is None:
-        # A rank has the token but not the record. Owners are compared by the word, so its own record will do.
+        # A rank has the token but not the record. Owners are compared by the word, so any record of its own
+        # will do.
         notes.create(
             token.number, (note or replace(LeaseRecord.for_this_process(""), word=token.word)).render()
         )
@@ -215,7 +216,7 @@ class Lease:
         self.token = token
         self.problem = problem
         self.lost = ""
-        """`lost`: a one-line message that names the new owner; empty while the lease is ours."""
+        """A one-line message that names the new owner; empty while the lease is ours."""
         self._run_dir = run_dir
         self._note = note
         self._renew_seconds = renew_seconds
@@ -234,8 +235,8 @@ class Lease:
             except RunTakenError as error:
                 self.lost = str(error)
             except OSError as error:
-                # A volume may be away for a while. Each publication checks the token itself, so a missed
-                # renewal alone is no danger.
+                # A volume may be unavailable for a while. Each publication checks the token itself, so a
+                # missed renewal alone does no harm.
                 if not self._has_failed:
                     log.warning("cannot renew the lease on %s: %s; will keep trying", self._run_dir, error)
                 self._has_failed = True
@@ -243,7 +244,7 @@ class Lease:
     def _renew(self, notes: Notes) -> None:
         assert self.token is not None and self._note is not None
         note = replace(self._note, renewed=time.monotonic(), renewals=self._note.renewals + 1)
-        # Before the rewrite, which on an object store would create a record again that a new owner has
+        # Check before the rewrite, which on an object store would recreate a record that a new owner has
         # removed.
         check(notes, self._run_dir, self.token, note)
         notes.rewrite(self.token.number, note.render())
@@ -265,7 +266,7 @@ class Lease:
         return not self.lost
 
     def close(self) -> None:
-        """Release the lease: delete the first record, mark a later one as over.
+        """Release the lease: delete the first record, or mark a later one as over.
 
         A later record stays, because it proves to the earlier owners that their numbers are no longer the
         largest.
@@ -274,7 +275,7 @@ class Lease:
         if self._note is None or self.token is None:
             return
         # The thread must not renew the record after it has been marked as over.
-        self._thread.join(self._renew_seconds)  # not without a limit: the volume may hang
+        self._thread.join(self._renew_seconds)  # with a limit, because the volume may hang
         notes = notes_at(self._run_dir / layout.OWNER)
         try:
             check(notes, self._run_dir, self.token, self._note)
@@ -317,12 +318,12 @@ def acquire(
             # While this process was delayed, other launches may have created larger numbers and removed this
             # one, so that creating it again succeeds.
             if notes.create(last + 1, here.render()) and max(notes.numbers()) == last + 1:
-                # Only now, because a launch that starts in between must find a record.
+                # Remove it only now, because a launch that starts in between must find a record.
                 for old in numbers:
                     notes.remove(old)
                 return Lease(run_dir, Token(last + 1, here.word), here, renew_seconds=renew_seconds)
     except OSError as error:
-        # Not every caller needs to write, so the caller decides.
+        # Not every caller needs to write, so the caller decides whether this is an error.
         return Lease(run_dir, problem=error)
 
 

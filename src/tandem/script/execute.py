@@ -23,7 +23,7 @@ from tandem.process import is_safe_path_ours
 from tandem.script.job import Program
 from tandem.timeouts import LEAVING_SECONDS
 
-# Imported by the fork server, so it is the object from before the fork.
+# The fork server imports this, so it is the object from before the fork.
 _MAIN_PROCESS = multiprocessing.current_process()
 
 
@@ -40,7 +40,7 @@ def forget_the_fork(folder: Path) -> None:
     cast(Any, _MAIN_PROCESS)._config["tempdir"] = str(folder)
     multiprocessing.set_start_method(cast(Any, None), force=True)  # the fork server made itself the default
     sys.modules.pop("__mp_main__", None)
-    # Otherwise all forks would draw the same numbers.
+    # Without this, all forks would draw the same numbers.
     random.seed()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -54,7 +54,7 @@ def execute(program: Program) -> None:
     # pickle and multiprocessing look for the classes and functions of a script here.
     sys.modules["__main__"] = main
     directory = os.getcwd() if program.kind == "module" else str(Path(program.target).resolve().parent)
-    # As python does, unless its user asked for a safe path; tandem's own request does not count.
+    # Python does the same unless its user asked for a safe path; tandem's own request does not count.
     if not sys.flags.safe_path or is_safe_path_ours():
         sys.path.insert(0, directory)
     sys.argv = [program.target, *program.arguments]
@@ -64,7 +64,7 @@ def execute(program: Program) -> None:
     path = os.path.abspath(program.target)
     loader = importlib.machinery.SourceFileLoader("__main__", path)
     main.__dict__.update(__file__=path, __cached__=None, __loader__=loader, __spec__=None, __package__=None)
-    # Compiled from bytes, because the file may declare its encoding (PEP 263).
+    # Compile from bytes, because the file may declare its encoding (PEP 263).
     exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main.__dict__)
 
 
@@ -99,7 +99,7 @@ def _exit_in_time(code: int) -> None:
 def leave(code: int) -> NoReturn:
     """End this process with Python's own steps in their order, except for the interpreter's finalization.
 
-    Threads of gloo and of the store make some interpreters abort in it, after everything is done: 3 of 12
+    Threads of gloo and of the store make some interpreters abort there, after all work is done: 3 of 12
     successful runs were reported as failed. After a failure, threads and exit handlers get LEAVING_SECONDS.
     """
     if code != FINISHED:

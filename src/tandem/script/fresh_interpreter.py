@@ -18,7 +18,7 @@ if __name__ == "__main__":
     job, start, lifeline = pickle.loads(Path(sys.argv[1]).read_bytes())
     ignore_unhandled_scheduler_signals()
     if lifeline is not None:
-        # Only the exec needed it. Programs that the script starts must not inherit the pipe.
+        # Only the exec needed this flag. Programs that the script starts must not inherit the pipe.
         os.set_inheritable(lifeline, False)
         watch_agent_pipe(lifeline)
     name_process(f"tandem-rank-{start.position.rank}")  # exec removes the name

@@ -22,9 +22,9 @@ RESULT = ".result"
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's, but code keeps the name of its file, for tracebacks and for `linecache`.
+    """cloudpickle's pickler, but code keeps its file name, for tracebacks and for `linecache`.
 
-    cloudpickle 3.1 replaces it by "<dynamic-code>".
+    cloudpickle 3.1 replaces that name by "<dynamic-code>".
     """
 
     def __init__(self, buffer: io.BytesIO) -> None:
@@ -78,7 +78,7 @@ def run(file: Path) -> None:
             f"{file.stem} returned {type(result).__name__}, which cannot be pickled ({reason(error)}); "
             "return numbers, text, tensors, or lists and dicts of them"
         ) from None
-    # The rename keeps half a result, of a rank that is killed here, from being read as one.
+    # Rename the file, so that half a result of a rank that is killed here is never read as a result.
     partial = file.with_suffix(".partial")
     partial.write_bytes(packed)
     partial.replace(file.with_suffix(RESULT))

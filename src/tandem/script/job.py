@@ -28,7 +28,7 @@ class Program:
         return self.target.rpartition(".")[2] if self.kind == "module" else PurePath(self.target).stem
 
     def words(self) -> list[str]:
-        """Return the words that give this program on another `tandem launch` command line."""
+        """Return the words that select this program on another `tandem launch` command line."""
         marks = {"script": [], "module": ["-m"], "command": ["--"]}[self.kind]
         return [*marks, self.target, *self.arguments]
 
@@ -38,7 +38,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Job:
-    """The program, and what holds for all its ranks on this node.
+    """The program, and the settings of all its ranks on this node.
 
     `logs`: the directory of the ranks' logs. `variables`: the settings that were given, as TANDEM_ variables.
     `hang_timeout`: seconds, or None to derive it from the step time. `patience`: seconds that a start, an
@@ -106,7 +106,7 @@ def variables(job: Job, start: RankStart, given: Mapping[str, str]) -> dict[str,
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": given.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
     }
-    # As torchrun does, which counts ranks on its node.
+    # torchrun does the same: it counts ranks on its node.
     if position.ranks_on_host > 1 and "OMP_NUM_THREADS" not in given:
         found["OMP_NUM_THREADS"] = 1
     return {name: str(value) for name, value in found.items()} | dict(job.variables)

@@ -9,7 +9,7 @@ from tandem.telemetry.inspection import handle
 from tandem.telemetry.stacks import write_stacks
 
 STACKS = b"stacks"
-"""Asks for stacks in the log directory; any other message is a request of `telemetry/inspection.py`."""
+"""Request for stacks in the log directory; any other message is a request of `telemetry/inspection.py`."""
 _descriptor: int | None = None
 
 
@@ -25,10 +25,10 @@ def watch_agent_pipe(descriptor: int) -> None:
                     write_stacks()
                 else:
                     handle(message)
-        # An error of the pipe is treated like its end: the agent cannot be reached any more.
+        # Treat an error of the pipe like its end: the agent can no longer be reached.
         except OSError:
             pass
-        # Not sys.exit, which would end only this thread.
+        # Do not use sys.exit, which would end only this thread.
         os._exit(PEER_LOST)
 
     threading.Thread(target=read, name="agent-lifeline", daemon=True).start()
@@ -54,7 +54,7 @@ def _bytes(descriptor: int, count: int) -> bytes | None:
 
 
 def descriptor_for_exec() -> int | None:
-    """Return the pipe, for the program that this process becomes, or None if there is no agent."""
+    """Return the pipe for the program that this process becomes, or None without an agent."""
     if _descriptor is not None:
         os.set_inheritable(_descriptor, True)
     return _descriptor

@@ -1,8 +1,8 @@
-"""Observe a script that does not call tandem: its steps, its step time, and where it is.
+"""Observe a script that does not call tandem: its steps, its step time, and its position.
 
 torch's global hook counts optimizer steps. `telemetry/heartbeat.py` sends heartbeats from a thread next to
-the script. The rank's position comes from its stack: the innermost line of the script's own code, and
-whether that waits for other ranks. See docs/architecture.md#user-scripts.
+the script. The rank's position comes from its stack: the innermost line of the script's own code, and whether
+that line waits for other ranks. See docs/architecture.md#user-scripts.
 """
 
 import json
@@ -41,7 +41,7 @@ from tandem.timeouts import PROGRESS_SECONDS
 RECENT_STEPS = 50
 FEWEST_STEPS = 10
 MAX_HOOKS = 5
-RECENT_PLACES = 200  # heartbeats, of which there are four a second
+RECENT_PLACES = 200  # heartbeats, at four per second
 
 
 class StepHistory:
@@ -67,7 +67,8 @@ class StepHistory:
         else:
             self._timer.mark("optimizer")
             self._times += self._timer.end()
-        # The callbacks have not run in this step: there is no hook yet, or its parameter got no gradient.
+        # The callbacks have not run in this step: either there is no hook yet, or its parameter got no
+        # gradient.
         if not self._has_waited and self._hooks < MAX_HOOKS and parameter is not None:
             self._hooks += 1  # the parameters may have been replaced meanwhile
             with suppress(RuntimeError, AttributeError):
@@ -117,7 +118,7 @@ class StepHistory:
 def _parameter(optimizer: Any) -> Any:
     """Return a parameter that a backward pass reaches."""
     for group in optimizer.param_groups:
-        # In reverse, because backward reaches the last parameters first.
+        # Search in reverse, because backward reaches the last parameters first.
         for parameter in reversed(group["params"]):
             if parameter.requires_grad and parameter.is_leaf:
                 return parameter
@@ -138,7 +139,7 @@ OURS = str(Path(__file__).parent.parent) + "/"
 class ScriptMonitor:
     """Count one rank's steps, and locate it by its stack for its heartbeats, from construction on.
 
-    `imports`: the file for what the script has imported (`imports_file`).
+    `imports`: the file for the names of imported modules (`imports_file`).
     """
 
     def __init__(self, job: Job, position: Position, send: Send, imports: Path) -> None:
@@ -172,7 +173,7 @@ class ScriptMonitor:
         self._heartbeats = Heartbeats(position.rank, self, send, limits)
 
     def hand_over(self) -> None:
-        """Stop sending: the script reports its position itself from now on."""
+        """Stop sending: from now on, the script itself reports its position."""
         # The heartbeat thread, which would install the hook, ends after this.
         self._count_steps()
         self._send_progress()
@@ -199,7 +200,7 @@ class ScriptMonitor:
 
     def _after_step(self, optimizer: object, _args: object, _kwargs: object) -> None:
         """Count a step. With several optimizers (a GAN), the one that steps most often defines the steps."""
-        # After `hand_over`, the first step still counts, because the imports are recorded at it.
+        # After `hand_over`, the first step still counts, because it records the imports.
         if self._is_silent and self.steps:
             return
         self._counts[id(optimizer)] += 1
@@ -228,7 +229,7 @@ class ScriptMonitor:
 
     @property
     def host_work_counts(self) -> bool:
-        """True: a script that waits for a GPU is not told from one that computes."""
+        """True: a script that waits for a GPU cannot be told apart from one that computes."""
         return True
 
     def locate(self, now: float, thread: ThreadActivity) -> Location:
@@ -254,7 +255,7 @@ class ScriptMonitor:
             is_waiting=waiting and now - self._since > LOCATED_SECONDS,
             has_trained=trains,
             has_step_limit=trains,
-            # A script's evaluation or save looks like a hang. Unless a limit is set, only a collective has to
+            # A script's evaluation or save looks like a hang. Unless a limit is set, only a collective must
             # be short.
             has_idle_limit=trains and (waiting or self._has_hang_timeout),
             # A copy, because the training thread appends to the deque meanwhile.
@@ -295,7 +296,7 @@ class ScriptMonitor:
 
 
 def imports_file(grant: Grant) -> Path:
-    """Return the path where a node's ranks record what they have imported."""
+    """Return the path where a node's ranks record their imports."""
     return grant.folder / "imports.json"
 
 

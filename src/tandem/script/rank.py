@@ -76,21 +76,21 @@ def run_rank(job: Job, start: RankStart) -> NoReturn:
 
 
 def warm_up(job: Job, expected: RankStart | None) -> None:
-    """Prepare a standby process: import the modules that the script imported, as the rank that it will be."""
+    """Prepare a standby process: import the script's modules, as the rank that the process will become."""
     # An exec would lose the imports.
     if job.fresh_interpreter or job.program.kind == "command" or expected is None:
         return
     set_variables(job, expected)  # some packages read their rank when they are imported
     names = json.loads(imports_file(expected.grant).read_text())
     for name in names:
-        # A module may be importable only from inside the script. The rank imports it itself then, and shows
-        # any error.
+        # Some modules can be imported only from inside the script. The rank then imports them, and shows any
+        # error.
         with suppress(Exception):
             importlib.import_module(name)
 
 
 def unfit_to_fork() -> str | None:
-    """Return why this process cannot become a rank as it is, or None: the imports have done too much."""
+    """Return why this process can no longer become a rank, because of what its imports did, or None."""
     if OTHER_THREADS:
         return "a preloaded module has started threads"
     torch = sys.modules.get("torch")
@@ -100,7 +100,7 @@ def unfit_to_fork() -> str | None:
 
 
 def run_program(job: Job, start: RankStart) -> NoReturn:
-    """Run the script under watch, and exit with its code, or 200 if it has lost its peers."""
+    """Run and observe the script, and exit with its code, or with 200 if it has lost its peers."""
     position = start.position
     grant = start.grant
     path = error_file(grant, position.rank)
@@ -138,7 +138,7 @@ def _run(job: Job, position: Position, path: Path, record: Any) -> int:
         if lost_its_peers(error, position.world_size):
             return _log_lost(error, path, record)
         _show(error, position.rank, record)
-        # A killed helper process is no error of the script, so nothing is recorded.
+        # A killed helper process is not an error of the script, so nothing is recorded.
         if killed is not None:
             return killed
         _write_down(error, path)
@@ -148,7 +148,7 @@ def _run(job: Job, position: Position, path: Path, record: Any) -> int:
 
 
 def _show(error: BaseException, rank: int, record: Any) -> None:
-    """Print Python's own traceback; after tandem.start(), rank 0's terminal shows the script's lines only.
+    """Print Python's own traceback; after tandem.start(), rank 0's terminal shows only the script's lines.
 
     The log has the full traceback.
     """
@@ -167,7 +167,7 @@ def _show(error: BaseException, rank: int, record: Any) -> None:
 
 
 def lost_its_peers(error: BaseException, world_size: int) -> bool:
-    """Return whether `error` means that another rank is gone. Without torch there are no peers."""
+    """Return whether `error` means that another rank is gone. A process without torch has no peers."""
     if "torch" not in sys.modules:
         return False
     from tandem.distributed.peers import is_peer_loss
@@ -211,7 +211,7 @@ def _log_error(error: TandemError, path: Path) -> int:
 def _log_lost(error: BaseException, path: Path, record: Any) -> int:
     """Log one line and return 200.
 
-    The traceback is the same on all ranks but the responsible one, so it goes to the log file only.
+    The traceback is the same on all ranks except the responsible one, so it goes only to the log file.
     """
     lines = [line for line in traceback.format_exception(error) if line.strip()]
     record.write("".join(lines))
@@ -222,7 +222,7 @@ def _log_lost(error: BaseException, path: Path, record: Any) -> int:
 
 
 def _write_down(error: BaseException, path: Path) -> None:
-    """Record what ended this rank for the agent, in the format of torch's `@record`."""
+    """Record for the agent the error that ended this rank, in the format of torch's `@record`."""
     if path.exists():
         return  # written by @record
     text = "".join(traceback.format_exception(error))
@@ -264,7 +264,7 @@ def _write_to_log(job: Job, rank: int) -> Any:
             return sys.stderr
         copy = path.open("ab", buffering=0)
         keep_bounded(path, copy.fileno())
-    except OSError:  # without a volume, which workers do not need, the output goes to the terminal
+    except OSError:  # without a volume, which workers need not have, the output goes to the terminal
         return sys.stderr
     if job.program.kind != "command":
         for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
@@ -273,7 +273,7 @@ def _write_to_log(job: Job, rank: int) -> Any:
 
 
 def _copying(stream: Any, copy: Any) -> io.TextIOWrapper:
-    """Return a stream like `stream` whose bytes go to `copy` as well, without more delay."""
+    """Return a stream like `stream` whose bytes also go to `copy`, without additional delay."""
     raw: Any = _Copied(stream.fileno(), copy)
     if not stream.write_through:  # it is unbuffered (python -u, PYTHONUNBUFFERED)
         raw = io.BufferedWriter(raw)

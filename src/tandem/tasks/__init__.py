@@ -1,1 +1,1 @@
-"""Tasks: their interface, and the ones that come with tandem."""
+"""Tasks: their interface, and the built-in ones."""

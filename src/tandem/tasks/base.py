@@ -1,6 +1,6 @@
 """The interface of a task, and how a task is found by its name.
 
-A task is a plain class. The three methods of `Task` are enough; tandem owns the sampler, loader, loop,
+A task is a plain class. The three methods of `Task` are enough; tandem has the sampler, loader, loop,
 precision, DDP, checkpoints and metrics. `TaskWithDefaults` lists all optional methods. The fields of a
 dataclass are its settings, given with `--task.FIELD VALUE`; a field named `data_dir` or `download` gets the
 value of `--data-dir` or `--download`.
@@ -122,7 +122,7 @@ def _hint(field: str, known: list[str]) -> str:
 
 
 NEAR = 0.9
-"""How similar a method's name must be to an optional one to count as a typo, such as "build_schedule"."""
+"""Similarity to an optional method at which a name counts as a typo, such as "build_schedule"."""
 NAMES_ELSEWHERE = {
     "collate_fn": "collate",
     "configure_optimizers": "build_optimizer",
@@ -265,11 +265,11 @@ def load_task(name: str, fields: Mapping[str, str], data_dir: Path, download: bo
     values = convert_fields(found, name, fields, given)
     try:
         task = found(**values)
-        # A task that is no dataclass gets them as attributes.
+        # A task that is not a dataclass gets them as attributes.
         for attribute in given.keys() - values.keys():
             if hasattr(task, attribute):
                 setattr(task, attribute, given[attribute])
-    # A task's own ConfigError is one clear line already.
+    # A task's own ConfigError is already one clear line.
     except TandemError:
         raise
     except Exception as error:
@@ -311,7 +311,7 @@ def _module_of_file(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        # Python removes a module that failed, too: a later import must not find half of it.
+        # Python also removes a module that failed: a later import must not find half of it.
         del sys.modules[name]
         raise ConfigError(f"task file {path} {_not_imported(error)}") from error
     return module
@@ -324,8 +324,8 @@ def _module_of_name(location: str, name: str) -> ModuleType:
         return importlib.import_module(location)
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        # Only a missing task is a wrong name. If the task exists and its own import fails, that is another
-        # error.
+        # Only a missing task means a wrong name. If the task exists and its own import fails, the error is
+        # another one.
         if missing is not None and f"{location}.".startswith(f"{missing}."):
             raise ConfigError(f"task {name!r}: no module named {missing!r}; {VALID}") from error
         raise ConfigError(f"task module {location} {_not_imported(error)}") from error

@@ -47,7 +47,7 @@ def datasets_of(task: TaskWithDefaults) -> Datasets:
 
 
 def _problem_of(dataset: Any) -> str:
-    """Return what to do about an invalid dataset; empty for a valid one."""
+    """Return a remedy for an invalid dataset; "" for a valid one."""
     if isinstance(dataset, DataLoader):
         return "return the dataset itself: tandem makes the batches and their order (--batch-size, --workers)"
     if hasattr(dataset, "of_rank"):
@@ -109,7 +109,7 @@ def model_of(task: TaskWithDefaults, devices: Sequence[torch.device]) -> nn.Modu
     Raises ConfigError if the task's `place` takes another number of them.
     """
     try:
-        # This is checked before the model is built, which may take minutes.
+        # Check this before the model is built, which may take minutes.
         inspect.signature(task.place).bind(None, *devices)
     except TypeError:
         raise ConfigError(
@@ -161,7 +161,7 @@ def scheduler_of(
     if getattr(own, "optimizer", optimizer) is not optimizer:
         advice = "build it from the optimizer passed to build_scheduler"
         raise mistake(task.build_scheduler, f"{kind(own)} for a different optimizer", advice)
-    # It raises an error after its last step.
+    # OneCycleLR raises an error after its last step.
     if isinstance(own, OneCycleLR) and own.total_steps < total_steps:
         got = f"{kind(own)} of {own.total_steps:,} steps for a run of {total_steps:,}"
         raise mistake(task.build_scheduler, got, "use the argument total_steps")

@@ -17,7 +17,7 @@ from tandem.text import did_you_mean, nearest, one_line
 LEFT_BY_TOOLS = frozenset(
     ("__MACOSX", "@eaDir", "lost+found", "#recycle", "#snapshot", "$RECYCLE.BIN", "System Volume Information")
 )
-"""Directories that archives, file servers and file systems leave among data; others begin with a dot."""
+"""Directories that archives, file servers and file systems leave among the data; others begin with a dot."""
 _MEAN = (0.485, 0.456, 0.406)  # of ImageNet
 _STD = (0.229, 0.224, 0.225)
 

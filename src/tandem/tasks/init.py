@@ -20,7 +20,7 @@ FILES = {
     "k8s/kustomization.yaml": "kustomization.yaml",
     "k8s/job.yaml": "",
 }
-"""{file to write: its template in `project/`}; JOB has none, as it is the manifest of its kind, renamed."""
+"""{file to write: its template in `project/`}; JOB has no template, because it is a renamed manifest."""
 JOB = "k8s/job.yaml"
 SLURM = "train.sbatch"
 """The batch script that `--slurm` adds: tandem's own, which works for any task."""
@@ -28,7 +28,7 @@ COMPOSE = ("Dockerfile", "compose.override.yaml")
 KUBERNETES = ("Dockerfile", "k8s/kustomization.yaml", JOB)
 BASIC = tuple(name for name in FILES if name not in (*COMPOSE, *KUBERNETES))
 NO_CHECKOUT = "PATH-OF-TANDEM"
-"""Placeholder for the path of a checkout, which has the Compose file of a project, if there is none."""
+"""Placeholder for the checkout that a project's Compose file builds on, if there is none."""
 JOBS = {"pytorchjob": "PyTorchJob", "trainjob": "TrainJob", "jobset": "JobSet", "job": "Job"}
 """{choice of --kubernetes: the kind of the job's manifest}."""
 JOB_HEADER = """\
@@ -41,7 +41,7 @@ JOB_HEADER = """\
 
 
 def chosen(compose: bool = False, slurm: bool = False) -> tuple[str, ...]:
-    """Return the files of a project. Without `compose`: all but the batch script, which `slurm` adds."""
+    """Return the files of a project. Without `compose`: all except the batch script, which `slurm` adds."""
     names = (*BASIC, *COMPOSE) if compose else tuple(FILES)
     return (*names, SLURM) if slurm else names
 
@@ -117,7 +117,7 @@ def texts(
     found = {}
     for target in names:
         if target == SLURM:
-            # The script's usage has its path in the checkout.
+            # The script's usage text has its path in the checkout.
             text = (shipped.root() / "slurm" / SLURM).read_text().replace(f"slurm/{SLURM}", SLURM)
         elif target == JOB:
             text = _job(kind, job_name(folder))

@@ -41,7 +41,7 @@ def at(method: Callable[..., Any]) -> Iterator[None]:
 
 
 def line_of(method: Callable[..., Any]) -> str:
-    """Return `my_task.py line 12: `, where a method's `def` or first decorator is; "" without source."""
+    """Return `my_task.py line 12: `, the line of a method's `def` or first decorator; "" without source."""
     code = getattr(inspect.unwrap(method), "__code__", None)
     # A callable object or a function in C has no line.
     if code is None:
@@ -161,7 +161,7 @@ def check_batch(collate: Callable[..., Any] | None, build_datasets: Callable[...
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1
-    # Larger arrays have __float__, too, but it raises for them.
+    # Larger arrays also have __float__, but it raises for them.
     return isinstance(value, Number) or (hasattr(value, "__float__") and getattr(value, "size", 0) == 1)
 
 

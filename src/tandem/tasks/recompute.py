@@ -1,4 +1,4 @@
-"""Activation checkpointing in one line of a task: less memory for one more forward pass.
+"""Add activation checkpointing to a task in one line: less memory for one more forward pass.
 
 def build_model(self):
     return recomputed(Transformer(...), Block)
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recomputed(model: nn.Module, *kinds: type[nn.Module]) -> nn.Module:
-    """Let the modules of `kinds` keep only their inputs in training, and run again during backward.
+    """Make the modules of `kinds` keep only their inputs in training, and run again during backward.
 
     Names, state and results do not change, including dropout. Raises ValueError if the model has no such
     module.

@@ -64,7 +64,7 @@ def _frames(error: BaseException) -> tuple[list[tuple[str, str, str]], bool]:
     found = FRAME.findall(full_trace(error))
     outside = [each for each in found if not any(part in each[0] for part in INSTALLED)]
     own = [each for each in outside if not each[0].startswith(OURS)]
-    # A built-in task is the failing task only if no other code is.
+    # A built-in task counts as the failing task only if no other code does.
     own = own or [each for each in found if each[0].startswith(TASKS)]
     ours = [each for each in found if each[0].startswith(OURS)]
     return own or ours or found, bool(own)

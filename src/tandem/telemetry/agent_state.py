@@ -1,4 +1,4 @@
-"""State that only the agent can keep, because it outlives ranks: activities, replays, signals, health."""
+"""Keep what must outlive ranks, in the agent: activities, replays, signals, health."""
 
 import logging
 import os
@@ -79,7 +79,7 @@ def resident_bytes(pid: int) -> int:
 
 
 class Replays:
-    """Counts steps repeated after a restart, and steps that a killed rank could not report."""
+    """Counts steps that are repeated after a restart, and steps that a killed rank could not report."""
 
     def __init__(self, reached: int = 0) -> None:
         self._done = self._reached = reached
@@ -88,7 +88,7 @@ class Replays:
 
     def begin(self, step: int) -> tuple[int, int]:
         """Begin a generation at `step`; return (unreported steps of this launch, how many were repeats)."""
-        # The first generation resumes steps of an earlier launch, which that launch has counted.
+        # The first generation continues after steps of an earlier launch, which that launch has counted.
         unreported = max(0, step - self._done) if self._has_begun else 0
         again = self.advance(step) if unreported else 0
         self._has_begun = True

@@ -1,4 +1,4 @@
-"""The Unix datagram socket through which ranks send messages to their node's agent; no one ever waits."""
+"""The Unix datagram socket through which ranks send messages to their node's agent, without ever blocking."""
 
 import logging
 import os
@@ -63,7 +63,7 @@ class Receiver:
 
     def _run(self) -> None:
         while True:
-            # Read before `recv`: only a timeout that began after `close` proves that the queue is empty.
+            # Read this before `recv`: only a timeout that began after `close` proves that the queue is empty.
             closing = self._closing.is_set()
             try:
                 # One byte more than allowed, because recv cuts a longer datagram silently.
@@ -79,7 +79,7 @@ class Receiver:
             if len(datagram) > MAX_MESSAGE_BYTES:
                 raise ValueError("too long")
             self._on_message(decode(datagram))
-        except Exception:  # whatever arrived, the next message must still be read
+        except Exception:  # after any message, the next one must still be read
             logger.debug("metrics: a bad datagram", exc_info=True)
             self.malformed += 1
             if self._on_error is not None:
@@ -125,7 +125,7 @@ class Sender:
                 return False
 
     def close(self) -> None:
-        """Send what is waiting, for at most LAST_MESSAGES_SECONDS."""
+        """Send the queued messages, for at most LAST_MESSAGES_SECONDS."""
         deadline = time.monotonic() + LAST_MESSAGES_SECONDS
         while self._waiting and not self._has_sent_all() and time.monotonic() < deadline:
             time.sleep(LAST_MESSAGES_POLL_SECONDS)
@@ -133,7 +133,7 @@ class Sender:
             self._disconnect()
 
     def _has_sent_all(self) -> bool:
-        """Send what is waiting; return False if the queue is full."""
+        """Send the queued messages; return False if the receiver's queue is full."""
         with self._lock:
             try:
                 self._send_waiting()

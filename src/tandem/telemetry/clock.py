@@ -26,11 +26,11 @@ from tandem.telemetry.meter import TIMES, StepTimes
 from tandem.torch_private import after_gradients, around_compilation
 
 STEP_PHASES = ("data", "transfer", "forward", "backward", "optimizer", "between")
-"""What the training thread does while it trains, in the order of a step."""
+"""Phases of the training thread, in the order of a step."""
 KERNEL_PHASES = ("forward", "backward", "optimizer")
 """Phases in which a device computes; in the others it may wait for another rank."""
 RING_STEPS = 4
-"""How many steps a GPU may be behind before the host waits for the oldest step's events."""
+"""Steps by which a GPU may lag before the host waits for the oldest step's events."""
 RECENT_STEPS = 50
 
 
@@ -50,7 +50,7 @@ class Clock:
         self.step = self.first_step = 0
         self.on_activity: Callable[[], object] = lambda: None
         self.computes_alone = False
-        """True if only the wait after backward has collectives: no forward, backward or optimizer does."""
+        """True if only the wait after backward has collectives, and no forward, backward or optimizer."""
         self._knows_wait = False
         self._compilations: list[str] = []  # the phases in which unfinished compilations began
         self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -110,7 +110,7 @@ class Clock:
         """End the step; return its times, or on GPUs those of earlier steps that are known by now."""
         self._timer.mark(self._open)
         self.step += 1
-        if self.step == self.first_step + 1:  # by now, the compiler is imported if it is used
+        if self.step == self.first_step + 1:  # if a compiler is used, it is imported by now
             around_compilation(self._compiles, self._compiled)
             if isinstance(self._timer, HostTimer):
                 observe_waits(partial(self._wait_begins, self._timer), partial(self._wait_ends, self._timer))
@@ -124,11 +124,11 @@ class Clock:
         return times
 
     def pause(self) -> None:
-        """Exclude what follows from all steps, such as writing a log line."""
+        """Exclude the time from here on from all steps, for example for a log line."""
         self._timer.pause()
 
     def drain(self) -> list[StepTimes]:
-        """Return the times that are still missing; on GPUs this waits for the device."""
+        """Return the times that are still pending; on GPUs this waits for the device."""
         return self._timer.drain()
 
     @property
@@ -145,8 +145,8 @@ class Clock:
         if found is None or found[0] not in KERNEL_PHASES:
             return None
         phase, ago = found
-        # Without the callback, backward includes the wait for other ranks, and proves nothing about this one.
-        # See docs/architecture.md#hangs.
+        # Without the callback, backward includes the wait for other ranks, so it proves nothing about this
+        # rank. See docs/architecture.md#hangs.
         return None if phase == "backward" and not self._knows_wait else (phase, self.step - ago)
 
     @property
@@ -172,7 +172,7 @@ class Clock:
         self.entered += 1
 
     def _compiles(self) -> None:
-        """Mark a compilation as a separate phase: it may take as long as the one in the first step."""
+        """Mark a compilation as a separate phase: it may take as long as the first step's."""
         self._compilations.append(self.current)
         self._enter("compile")
 
@@ -193,7 +193,7 @@ class Clock:
 
 
 class HostTimer:
-    """Times on the host's clock, which on CPUs are those of the work."""
+    """Measures times with the host's clock, which on CPUs are the times of the work."""
 
     def __init__(self) -> None:
         self.begin()
@@ -219,7 +219,7 @@ class HostTimer:
     def end(self) -> list[StepTimes]:
         """Return the times of steps that are known by now."""
         waits = self._waits
-        self._waits = {}  # waits before the next step belong to none
+        self._waits = {}  # waits before the next step belong to no step
         self._spent["wait"] += waits.pop("wait", 0.0)
         return [StepTimes(**self._spent, waits=waits)]
 
@@ -244,7 +244,7 @@ class DeviceTimer:
         self._previous_end: Any = None
 
     def begin(self) -> None:
-        # From the end of the last step on, the device waits for data. Before the first step there is none.
+        # The device waits for data from the end of the last step on. Before the first step it does not.
         self._marks = [("", self._previous_end or _event())]
 
     def mark(self, phase: str) -> None:
@@ -259,7 +259,7 @@ class DeviceTimer:
         return times
 
     def pause(self) -> None:
-        # The idle time until the next step is then no wait for data.
+        # The idle time until the next step is then not a wait for data.
         self._previous_end = None
 
     def drain(self) -> list[StepTimes]:

@@ -34,7 +34,7 @@ class ClockLocator:
         kernel = clock.kernel() if stands and trains else None
         phase = clock.current
         step = clock.step
-        # The host waits for the kernel later in the step, in a place where it also waits for other ranks.
+        # The host waits for the kernel later in the step, where it also waits for other ranks.
         if kernel is not None:
             phase = f"{kernel[0]} (kernel)"
             step = kernel[1]
@@ -54,7 +54,7 @@ class ClockLocator:
 
     def beat(self, sent: Heartbeat) -> None:
         """Write the flight recorder once the rank is stuck."""
-        # Once for each phase that is stuck, because the record does not change while the rank waits.
+        # Write it once per stuck phase, because the record does not change while the rank waits.
         if sent.quiet > sent.hang and self._recorded != self._clock.entered:
             self._recorded = self._clock.entered
             with suppress(OSError):

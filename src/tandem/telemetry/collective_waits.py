@@ -1,4 +1,4 @@
-"""See when the training thread waits for other ranks, in collectives of any code in this process.
+"""Observe when the training thread waits for other ranks, in any collective of this process.
 
 `fsdp`, SyncBatchNorm and a user's own collectives wait inside the forward, the backward or the optimizer.
 Without these waits, the rest of a step is the rank's own time. See
@@ -13,7 +13,7 @@ from tandem.torch_private import is_compiling, waiting_calls
 
 T = TypeVar("T")
 _observers: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
-"""At most one: the clock of the rank that this process is."""
+"""At most one: the clock of this process's rank."""
 
 
 def observe_waits(begin: Callable[[], T], end: Callable[[T], None]) -> None:

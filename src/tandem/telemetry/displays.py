@@ -1,4 +1,4 @@
-"""What rank 0 shows of its progress: a bar on a terminal, else log lines, and TensorBoard files."""
+"""Show rank 0's progress: a bar on a terminal, else log lines, and TensorBoard files."""
 
 import logging
 import os
@@ -17,8 +17,8 @@ from tandem.timeouts import BAR_SECONDS
 
 # The progress bar on a terminal, drawn by rich if it is installed (extra: rich), else by tqdm.
 #
-# The training thread draws it a few times a second; the bar needs no other thread. It is one line, shorter
-# than the terminal is wide, so that the next writer can clear it (see `log.py`).
+# The training thread draws it a few times a second; the bar needs no other thread. It is one line, narrower
+# than the terminal, so that the next writer can clear it (see `log.py`).
 
 NARROWEST_BAR = 8
 NARROW = 72
@@ -143,12 +143,12 @@ class RichBar:
             parts = self._parts(width - NARROWEST_BAR)
             used = sum(len(text) + 2 for text, _ in parts)
             bar = self._progress_bar(self._total, self._step, width=max(1, min(width - used, 60)))
-            # Captured and written in one call, so that no other writer comes between the parts.
+            # Capture it and write it in one call, so that no other writer comes between the parts.
             with self._console.capture() as drawn:
                 self._console.print(bar, end="")
                 text = self._text.assemble(*((f"  {text}", style) for text, style in parts))
                 self._console.print(text, end="", no_wrap=True, overflow="crop")
-            # Clears the line first, because the new text may be shorter.
+            # Clear the line first, because the new text may be shorter.
             self._stream.write(f"\r\x1b[K{drawn.get()}")
             self._stream.flush()
 
@@ -193,7 +193,7 @@ def clock(seconds: float) -> str:
 logger = logging.getLogger("tandem")
 
 SHOWN = 4
-"""How many values of a custom loop to show on a line; metrics.jsonl has all of them."""
+"""Number of a custom loop's values to show on a line; metrics.jsonl has all of them."""
 
 
 class Progress:

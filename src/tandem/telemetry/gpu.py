@@ -35,7 +35,7 @@ class Gpus:
             count = range(self._nvml.nvmlDeviceGetCount())
             everyone = [self._nvml.nvmlDeviceGetHandleByIndex(index) for index in count]
             self._handles = everyone if names is None else [self._named(name, everyone) for name in names]
-        # No package, no driver or no GPU: in each case there is nothing to measure.
+        # Without the package, a driver or a GPU, nothing can be measured.
         except Exception as error:
             logger.debug("no GPU metrics: %s", error)
 
@@ -65,7 +65,7 @@ class Gpus:
             try:
                 self._sample_one(gpu, handle, samples)
             except Exception as error:
-                # A failed GPU is sampled again every few seconds, and would fill the log.
+                # A failed GPU is sampled every few seconds, so a warning each time would fill the log.
                 if not self._has_warned:
                     self._has_warned = True
                     logger.warning("cannot query GPU %d: %s", gpu, error)

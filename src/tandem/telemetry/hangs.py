@@ -19,10 +19,10 @@ LONGEST_PER_HANG = 2
 class HangLimits:
     """Time limits of a rank: --hang-timeout, or (None: auto) limits derived from the run's steps.
 
-    `patience` is --phase-timeout. A stopped process, or one that cannot be heard, is recognized within
+    `patience` is --phase-timeout. A stopped process, or one that sends no heartbeat, is recognized within
     seconds. A thread that neither computes nor runs Python may be uploading a file or waiting for a lock that
-    is never released; only time distinguishes these, so it gets minutes. A thread that computes gets the time
-    of an evaluation.
+    is never released; only time distinguishes these, so it gets minutes. A thread that computes gets as long
+    as an evaluation.
     """
 
     hang_timeout: float | None
@@ -40,7 +40,7 @@ class HangLimits:
         """Return the limit for a rank that trains but shows no work."""
         if self.hang_timeout is not None:
             return self.hang_timeout
-        # Not the typical step: a step that compiled or waited for a volume may recur, and was no hang.
+        # Do not use the typical step: a step that compiled or waited for a volume may recur, and is no hang.
         return max(IDLE_HANG_SECONDS, LONGEST_PER_HANG * longest_step)
 
     def phase_limit(self, trains: bool) -> float:
@@ -54,7 +54,7 @@ NEAR_STEPS = 1  # ranks that wait for each other may differ by one in their step
 
 @dataclass(frozen=True, kw_only=True)
 class Beat(Heartbeat):
-    """What is known of a rank: its last heartbeat, its origin, and how many seconds ago it came (`silent`).
+    """A rank's last heartbeat, with its origin and its age in seconds (`silent`).
 
     `halted`: no heartbeat can arrive, because its process is stopped or its node unreachable.
     """
@@ -65,7 +65,7 @@ class Beat(Heartbeat):
     halted: bool = False
 
     def later(self, seconds: float, idle: float, halted: bool) -> "Beat":
-        """Return the heartbeat as of `seconds` later, of which the last `idle` seconds showed no work."""
+        """Return the heartbeat as of `seconds` later; the last `idle` of these seconds showed no work."""
         return replace(
             self,
             quiet=self.quiet + seconds,
@@ -84,8 +84,9 @@ class Beat(Heartbeat):
 class Alarm:
     """A hang: the rank that blocks the others, and the message about it.
 
-    `halted`: it could not be heard, which may not recur in the next generation. `together`: all wait for each
-    other, and the reported rank depends on how far each has come. `again`: the same hang occurred before.
+    `halted`: it could not send heartbeats, which may not recur in the next generation. `together`: all wait
+    for each other, and the reported rank depends on the progress of each. `again`: the same hang occurred
+    before.
     """
 
     rank: int
@@ -107,12 +108,12 @@ class HangHistory:
     idle_limit: float = 0.0
 
     def after(self, alarm: Alarm | None, beats: Sequence[Beat]) -> "HangHistory":
-        """Return this history with what one more generation knew when it ended."""
+        """Return this history, extended by the results of one more generation."""
         hang = self.hang if alarm is None or alarm.halted else alarm
         return HangHistory(hang, max([self.idle_limit, *(beat.idle_limit for beat in beats if beat.trains)]))
 
     def applied_to(self, beats: Sequence[Beat]) -> list[Beat]:
-        """Return heartbeats with the limits that result from it."""
+        """Return the heartbeats with the limits that result from this history."""
         hang = self.hang
         exists = hang is not None and any(_is_at(hang, beat) for beat in beats)
         return [self._of(beat, exists) for beat in beats]
@@ -129,8 +130,8 @@ class HangHistory:
 
     def _of(self, beat: Beat, exists: bool) -> Beat:
         if exists and self.hang is not None and (beat.waiting or beat.rank == self.hang.rank):
-            # Only --hang-timeout or long steps give more than the limit of a start. AGAIN_SECONDS would be
-            # too short for both.
+            # A limit above that of a start comes only from --hang-timeout or long steps. AGAIN_SECONDS would
+            # be too short for both.
             limit = beat.hang if beat.hang > STARTING_HANG_SECONDS else AGAIN_SECONDS
             return replace(beat, idle_limit=min(beat.idle_limit, limit))
         # With --hang-timeout both limits are equal, and the user's value counts.
@@ -144,7 +145,7 @@ NOTHING_BEFORE = HangHistory()
 def judge(beats: Sequence[Beat], past: HangHistory = NOTHING_BEFORE) -> Alarm | None:
     """Return an alarm for the rank that blocks all others, or None while no rank is overdue.
 
-    1. A rank has sent nothing for longer than a hang: that rank.
+    1. A rank has sent nothing for longer than a hang: report that rank.
     2. A rank is not in a collective: the others wait for it. It is reported if it is overdue; until then, all
        is well.
     3. All wait in collectives for longer than they may; if these differ, the limit is short. The reported
@@ -167,7 +168,7 @@ def judge(beats: Sequence[Beat], past: HangHistory = NOTHING_BEFORE) -> Alarm | 
     if what == ELSEWHERE:
         return alarm
     option = "--hang-timeout" if beat.trains else "--phase-timeout"
-    # Twice the time that was seen, so that the suggested value does not fail at once.
+    # Suggest twice the observed time, so that the new value does not fail at once.
     longer = 10 * math.ceil(alarm.seconds / 5)
     return replace(
         alarm, text=f"{alarm.text}; if this work is meant to take that long, use {option} {longer}"
@@ -187,7 +188,7 @@ def _overdue(beats: Sequence[Beat]) -> tuple[Beat, str] | None:
     positions = Counter(map(_position, beats))
     for beat in beats:
         limit = beat.hang if len(positions) > 1 and beat.trains else beat.idle_limit
-        # One rank that came late is enough: the collective may still complete.
+        # One late rank is enough: the collective may still complete.
         if beat.idle <= min(limit, beat.idle_limit) and beat.quiet <= beat.limit:
             return None
     if not beats:

@@ -61,7 +61,7 @@ def record(state: str, step: int, last_progress: float, limit_seconds: float) ->
 
 @cache
 def _machine() -> str:
-    """Return what makes a process number unique: the boot, and the namespace of process numbers."""
+    """Return what makes a process ID unique: the boot and the PID namespace."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -130,7 +130,8 @@ def check(
         return False, f"no heartbeat: {path} does not exist"
     except OSError as error:
         return False, f"no heartbeat: {path}: {error.strerror}"
-    # All that a damaged file can raise; RecursionError is from deeply nested JSON. A probe needs an answer.
+    # These are all errors of a damaged file; RecursionError is from deeply nested JSON. A probe needs an
+    # answer.
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return False, f"no heartbeat: {path} is not a heartbeat"
 
@@ -168,7 +169,7 @@ def judge(record: Mapping[str, object], now: float, stale: float = STALE_SECONDS
     pid = count(record["pid"])
     if record.get("machine", _machine()) == _machine() and not _is_alive(pid):
         return False, f"process {pid} is gone ({where})"
-    # A clock that was set back, or another node's, may be behind the record.
+    # A clock that was set back, or another node's clock, may be behind the record.
     quiet = max(0.0, now - finite(record["last_progress"]))
     limit = float("inf") if record["limit_seconds"] is None else finite(record["limit_seconds"])
     if quiet > limit:

@@ -1,8 +1,8 @@
 """Heartbeats of a rank, four times a second from a separate thread.
 
-A heartbeat has the position (step, activity, phase), since when, and whether the rank waits for others there.
-A `Locator` knows the position: `clock_locator.py` from the clock of tandem's own loops, `script/observer.py`
-from the stack of a script. Neither uses a collective or waits for a device. See
+A heartbeat has the rank's position (step, activity, phase), when it got there, and whether it waits for
+others. A `Locator` knows the position: `clock_locator.py` from the clock of tandem's own loops,
+`script/observer.py` from the stack of a script. Neither uses a collective or waits for a device. See
 docs/architecture.md#hangs.
 """
 
@@ -22,16 +22,16 @@ from tandem.timeouts import BEAT_SECONDS
 log = logging.getLogger("tandem.heartbeat")
 
 LOCATED_SECONDS = 2 * BEAT_SECONDS
-"""How long a rank is in one place before it is examined whether it waits: most phases are shorter."""
+"""Time in one place after which a rank is checked for a wait: most phases are shorter."""
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where a rank is, since when (`running_clock.now`), and the steps that its time limits derive from.
+    """A rank's position, its start (`running_clock.now`), and the steps that set its time limits.
 
-    `is_kernel`: a GPU computes there, so that work of the host is no sign of life. `has_step_limit`: the
-    limits for steps apply, and `has_idle_limit`, that for a step without work. `own`, `quick` and `doing`:
-    see `Heartbeat`.
+    `is_kernel`: a GPU computes there, so work of the host proves nothing. `has_step_limit`: the limits for
+    steps apply, and `has_idle_limit`, that for a step without work. `own`, `quick` and `doing`: see
+    `Heartbeat`.
     """
 
     step: int
@@ -51,7 +51,7 @@ class Location:
 
 
 class Locator(Protocol):
-    """Where a rank is; `Heartbeats` calls this from its thread, and at each new activity from the rank's."""
+    """Locates a rank; `Heartbeats` calls it from its own thread, and at each new activity from the rank's."""
 
     @property
     def host_work_counts(self) -> bool:
@@ -63,7 +63,7 @@ class Locator(Protocol):
         ...
 
     def beat(self, sent: Heartbeat) -> None:
-        """Do what else is due, after each heartbeat of the thread."""
+        """Do whatever else is due after each heartbeat of the thread."""
         ...
 
 
@@ -90,7 +90,8 @@ class Heartbeats:
             now = running_clock.now()
             at = self._locator.locate(now, self._thread)
             quiet = now - at.since
-            # Work of the host, such as its loaders', says nothing about a kernel, so all of the time counts.
+            # Work of the host, such as its loaders', proves nothing about a kernel, so all of the time counts
+            # as idle.
             idle = quiet if at.is_kernel else min(quiet, max(0.0, now - self._thread.worked_at))
             limits = self._limits
             heartbeat = Heartbeat(
@@ -113,7 +114,7 @@ class Heartbeats:
             return heartbeat
 
     def end(self) -> None:
-        """Stop sending: the rank reports its position in another way from now on."""
+        """Stop sending; from now on the rank reports its position in another way."""
         self._is_over = True
 
     def _beat(self) -> None:

@@ -1,4 +1,4 @@
-"""What a rank does when its agent asks it something: its stacks, a profile of the next steps, its memory.
+"""Answer an agent's requests in a rank: its stacks, a profile of the next steps, its memory.
 
 A request arrives on the pipe from the agent (`script/lifeline.py`), in every kind of workload. The answer is
 a file in a directory that the agent names, because it may be large, and no rank must wait for a reader. See
@@ -19,7 +19,7 @@ from tandem.telemetry.stacks import thread_stacks
 
 ACTIONS = ("stacks", "profile", "memory")
 CANCEL = "cancel"
-"""Ends what a rank is recording; only ranks get it."""
+"""Ends a rank's recording; only ranks get it."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ def handle(message: bytes) -> None:
 
     if request.action == CANCEL:
         profiling.cancel()
-    # At once and not in a new thread, which may not start in a process that is short of something.
+    # Answer at once: a new thread may not start in a process that is short of memory or threads.
     if request.action == "stacks":
         _reporting(lambda: answer({"threads": thread_stacks()}), answer)
     elif request.action == "profile":
         path = folder / f"{request.id}-{rank}.trace"
         _reporting(lambda: profiling.ask(request.options, path, answer), answer)
     elif request.action == "memory":
-        # In a new thread, because this one must notice the end of the pipe meanwhile.
+        # Use a new thread, because this one must notice the end of the pipe meanwhile.
         threading.Thread(
             target=_reporting,
             args=(lambda: measure_memory(request, folder / f"{request.id}-{rank}.memory", answer), answer),
@@ -96,7 +96,7 @@ def measure_memory(request: Request, path: Path, answer: Callable[..., None]) ->
 def _reporting(run: Callable[[], None], answer: Callable[[Mapping[str, Any], str], None]) -> None:
     try:
         run()
-    except Exception as error:  # the rank trains on, whatever its inspection ran into
+    except Exception as error:  # training continues, whatever error the inspection met
         try:
             answer({}, f"{type(error).__name__}: {error}")
         except OSError:  # the agent's directory is full or gone, so no answer can reach it

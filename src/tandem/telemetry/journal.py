@@ -28,7 +28,7 @@ PLANNED = "preemption"
 
 
 class Restarts:
-    """How often a run's ranks were restarted since it began, by any launch, from its events.
+    """Counts the restarts of a run's ranks since it began, by any launch, from its events.
 
     A pod that replaces another continues the count. A finished run that is extended starts again at 0. A
     start after a planned stop is no restart.
@@ -65,7 +65,7 @@ class Restarts:
                 self.by_reason.clear()
                 self._next = None
             if self._next is not None:
-                # If the number of nodes differs, a node has left or joined, and that is the cause.
+                # If the number of nodes differs, the cause is a node that left or joined.
                 reason = self._next if self._nodes in (None, event.get("nodes")) else "elastic"
                 self.by_reason[reason] += 1
             # A killed process writes no event, so this is the reason unless an event follows.
@@ -157,7 +157,7 @@ def write_bytes_atomic(path: Path, content: bytes, is_durable: bool = True) -> N
         # A failed write, for example on a full disk, must not leave a part there.
         temporary.unlink(missing_ok=True)
         raise
-    # After a power loss, the rename is there only if the directory has been synced, too (fsync(2)).
+    # A rename survives a power loss only if the directory has also been synced (fsync(2)).
     if is_durable:
         _sync_directory(path.parent)
 
@@ -218,8 +218,8 @@ class Journal:
     def scores_at(self, step: int) -> dict[str, float]:
         """Return the scores of the last evaluation at exactly this step; empty if there was none.
 
-        Call it after `rewind`: only the lines of this step, which are the last ones, are then read, however
-        long the run.
+        Call it after `rewind`: this step's lines are then the last ones, so only they are read, however long
+        the run.
         """
         scores: object = {}
         with suppress(OSError), self.metrics_path.open("rb") as file:
@@ -259,7 +259,7 @@ class Journal:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with appending(path) as file:
-                    # Otherwise this line would be lost as well, as the end of the incomplete one.
+                    # Otherwise this line would be appended to the incomplete one, and lost with it.
                     if _is_torn(file.fileno()):
                         line = b"\n" + line
                     file.write(line)

@@ -1,4 +1,4 @@
-"""Where the wall time of a run went, over all its launches: goodput.jsonl and what follows from it.
+"""Account for the wall time of a run over all its launches, in goodput.jsonl.
 
 Node 0's agent keeps one line per period: a generation of ranks with the time before it. A period is charged
 to one activity at a time, so its seconds add up to its length. Which steps were repeated follows from the
@@ -28,9 +28,9 @@ PARTS = (
     "steps", "redone", "data", "stragglers", "evaluation", "save", "start", "rendezvous", "resume", "end",
     "away",
 )  # fmt: skip
-"""What the wall time is divided into; they add up to it.
+"""The parts of the wall time, which add up to it.
 
-`steps` count for the result, `redone` ones were repeated or cut short. `data` and `stragglers` are rank 0's
+`steps` count for the result; `redone` ones were repeated or cut short. `data` and `stragglers` are rank 0's
 waits inside steps. `away` is the time without a launch.
 """
 PART_OF = {
@@ -57,7 +57,7 @@ IN_TEXT = {
     " lost": "node lost",
     "joined": "node joined",
 }
-"""Words of the event `recovered`, and the causes that they represent; the first that is found counts."""
+"""Words of the event `recovered`, with the causes that they represent; the first match counts."""
 AGAIN = ("startup", "rendezvous", "resume")
 """The activities that a restart repeats."""
 LINE_BYTES = 512
@@ -67,12 +67,12 @@ MOST_LINES = 4000
 
 @dataclass(frozen=True)
 class Period:
-    """One generation of ranks, from the end of the one before it.
+    """One generation of ranks, from the end of the previous one.
 
-    `launch` identifies the launch, and `began` is when the period did, both in Unix seconds. `seconds` is the
-    wall time by ACTIVITIES. `first` is the step from which the ranks trained, None for a script or before the
-    first step; `last` is the last finished step. `stalled`: seconds of training without a finished step at
-    the end. `data` and `stragglers`: seconds of rank 0's waits. `end`: the cause of the end, or empty.
+    `launch` identifies the launch and `began` is the start of the period, both in Unix seconds. `seconds` is
+    the wall time by ACTIVITIES. `first` is the step from which the ranks trained, None for a script or before
+    the first step; `last` is the last finished step. `stalled`: seconds of training without a finished step
+    at the end. `data` and `stragglers`: seconds of rank 0's waits. `end`: the cause of the end, or empty.
     """
 
     launch: float
@@ -112,7 +112,7 @@ class Period:
 
 
 class Cost(NamedTuple):
-    """What a cause has cost: how often it occurred, and the seconds of redone steps, restarts and absence."""
+    """The cost of a cause: how often it occurred, and the seconds of redone steps, restarts and absence."""
 
     times: int
     seconds: float
@@ -120,9 +120,9 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class Ledger:
-    """The wall time of a run in seconds: by PARTS, which add up to `wall`, and what each cause has cost.
+    """The wall time of a run in seconds, by PARTS, which add up to `wall`, and the cost of each cause.
 
-    The cost of a cause is no further part: it consists of parts that the cause explains.
+    A cause's cost is not an extra part: it consists of parts that the cause explains.
     """
 
     parts: Mapping[str, float]
@@ -140,7 +140,7 @@ class Ledger:
 
 
 def account(periods: Sequence[Period]) -> Ledger:
-    """Return where the wall time of these periods went; they are in the order of time."""
+    """Return the ledger of these periods, which are in order of time."""
     parts = dict.fromkeys(PARTS, 0.0)
     costs: dict[str, list[float]] = {}
     survivors = _first_steps_after(periods)
@@ -157,7 +157,7 @@ def account(periods: Sequence[Period]) -> Ledger:
         is_same_launch = following is not None and following.launch == period.launch
         # A launch that was killed could not write a cause.
         cause = period.end or (OTHER if is_same_launch else KILLED)
-        # Without an end, the last period may not be over, so that nothing has been repeated yet.
+        # Without an end, the last period may still run, so nothing has been repeated yet.
         redone = 0.0 if is_last and not period.end else _redone(period, training, survivors[at])
         cost = redone
         if following is not None:
@@ -179,7 +179,7 @@ def account(periods: Sequence[Period]) -> Ledger:
 
 
 def cause_of(kind: str, fields: Mapping[str, object]) -> str | None:
-    """Return the cause that an event of a restart names, or None for other events."""
+    """Return the cause in an event about a restart, or None for other events."""
     if kind == "rank_killed":
         return RANK_KILLED
     if kind != "recovered":
@@ -188,12 +188,12 @@ def cause_of(kind: str, fields: Mapping[str, object]) -> str | None:
 
 
 def cause_in(text: str) -> str | None:
-    """Return the cause that the text of a reason names, if any."""
+    """Return the cause that the text of a reason mentions, if any."""
     return next((cause for words, cause in IN_TEXT.items() if words in text), None)
 
 
 def _first_steps_after(periods: Sequence[Period]) -> list[int | None]:
-    """Return for each period the earliest step from which a later one trained; None without a later one."""
+    """Return, for each period, the earliest step from which a later one trained; None without one."""
     found: list[int | None] = []
     earliest: int | None = None
     for period in reversed(periods):
@@ -218,10 +218,10 @@ def _redone(period: Period, training: float, survivor: int | None) -> float:
 
 
 def _unseen(period: Period, training: float, survivor: int | None) -> float:
-    """Return the seconds of steps that count, but that the agent did not hear of before the ranks ended.
+    """Return the seconds of steps that count but were not reported to the agent before the ranks ended.
 
-    A later period continues after them. They are part of `stalled`; those that a launch finished between its
-    last write and its kill are in the time without a launch.
+    A later period continues after these steps. Their time is part of `stalled`. Steps that a launch finished
+    between its last write and its kill count as time without a launch.
     """
     if survivor is None or period.first is None or period.last <= period.first:
         return 0.0
@@ -237,7 +237,7 @@ def periods_in(records: Iterable[Mapping[str, Any]]) -> list[Period]:
 class LedgerFile:
     """Keeps the periods of this launch, and writes them to goodput.jsonl. Thread-safe.
 
-    Times of methods are of a monotonic clock, in seconds. Only `write` touches the file: the volume may hang.
+    Methods take times of a monotonic clock, in seconds. Only `write` touches the file: the volume may hang.
     """
 
     def __init__(self, path: Path, launch: float, now: float) -> None:
@@ -249,7 +249,7 @@ class LedgerFile:
         self._stepped = now  # when the last step was finished
         self._excess = 0.0  # what a straggler costs a step
         self._writing = threading.Lock()
-        self._base: int | None = None  # where in the file the first line of this launch is
+        self._base: int | None = None  # position of this launch's first line in the file
         self._earlier: list[Period] = []  # of the launches before this one, from the file
         self._written: list[bytes] = []
 
@@ -275,7 +275,7 @@ class LedgerFile:
                 self._stepped = now
 
     def observe(self, samples: Iterable[Sample]) -> None:
-        """Add what rank 0's samples of a log interval say of its waits for data and for a straggler."""
+        """Add rank 0's waits for data and for a straggler, from its samples of a log interval."""
         with self._lock:
             period = self._periods[-1]
             data = period.data
@@ -284,7 +284,7 @@ class LedgerFile:
                 if name == STEP_PHASE_SECONDS.name and labels.get("phase") == "data":
                     data += _number(value)
                 elif name == STRAGGLER_EXCESS_SECONDS.name:
-                    # Rank 0's own wait for data is counted as such.
+                    # Rank 0's own wait for data already counts as such.
                     is_own = labels.get("phase") == "data" and str(labels.get("rank")) == "0"
                     self._excess = 0.0 if is_own else _number(value)
                 elif name == STEP_DURATION_SECONDS.name and isinstance(value, Sequence):
@@ -306,7 +306,7 @@ class LedgerFile:
                 self._periods[-2] = replace(self._periods[-2], end=cause)
 
     def closed(self, cause: str, now: float) -> None:
-        """Record how the launch ends. Time until the end of the process is still charged."""
+        """Record how the launch ends. Time until the process ends is still charged."""
         with self._lock:
             self._charge(now)
             self._change(end=cause)
@@ -318,7 +318,7 @@ class LedgerFile:
             return list(self._periods)
 
     def total(self, now: float) -> Ledger:
-        """Return where the wall time went: of all launches from the first `write` on, before of this one."""
+        """Return the ledger: of all launches after the first `write`, before that of this launch."""
         return account([*self._earlier, *self.periods(now)])
 
     def write(self, now: float) -> None:
@@ -360,7 +360,7 @@ def _line(period: Period) -> bytes:
 
 
 def _end_of_whole_lines(path: Path) -> int:
-    """Return where the next line begins. Drops the older half of a file that is full, and a torn line."""
+    """Return where the next line begins. Drops an incomplete line, and the older half of a full file."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:

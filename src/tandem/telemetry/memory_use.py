@@ -1,7 +1,7 @@
-"""Report what uses a rank's memory, when its agent asks: by torch's allocator on GPUs, else by tracemalloc.
+"""Report what uses a rank's memory, on request: from torch's allocator on GPUs, else from tracemalloc.
 
-tracemalloc knows only what Python allocates while it is on. It is on for some seconds, during which the
-rank's Python code is slower. It does not see the data of CPU tensors; those are counted as objects.
+tracemalloc sees only what Python allocates while it is on. It is on for some seconds, in which the rank's
+Python code is slower. It does not see the data of CPU tensors; those are counted as objects.
 """
 
 import gc
@@ -20,7 +20,7 @@ from tandem.telemetry.agent_state import resident_bytes
 
 Report = Callable[[Mapping[str, Any], str | None, Path | None], None]
 SHOWN = 15
-"""Rows of each table."""
+"""Number of rows in each table."""
 
 
 def measure(options: Mapping[str, float], path: Path, report: Report) -> None:
@@ -61,7 +61,7 @@ def _tensors(torch: Any) -> list[dict[str, Any]]:
     counts: Counter[tuple[str, str, str]] = Counter()
     seen = set[int]()
     for each in gc.get_objects():
-        # By type, because isinstance() would run the code of proxies and lazy modules.
+        # Compare types, because isinstance() would run the code of proxies and lazy modules.
         if not issubclass(type(each), torch.Tensor):
             continue
         with suppress(RuntimeError, NotImplementedError):  # it has no storage: sparse, fake, freed meanwhile
@@ -90,7 +90,7 @@ def _allocated_lines(seconds: float) -> list[dict[str, Any]]:
         time.sleep(seconds)
         snapshot = tracemalloc.take_snapshot()
     finally:
-        if is_ours:  # the program may use it for itself
+        if is_ours:  # the program itself may use it
             tracemalloc.stop()
     own = tracemalloc.Filter(False, tracemalloc.__file__)
     rows = snapshot.filter_traces([own, tracemalloc.Filter(False, __file__)]).statistics("lineno")[:SHOWN]

@@ -99,7 +99,7 @@ class Samples:
 Message = Heartbeat | RunStarted | StepsDone | Point | Event | Ranks | Samples
 Send = Callable[[Message], object]
 MAX_NODE_BYTES = 256 * 1024
-"""The size of 64 series of every metric that is kept per node."""
+"""Enough for 64 series of every metric that is kept per node."""
 Declared = TypeVar("Declared")
 KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
 
@@ -150,7 +150,7 @@ def _plain(hint: Any) -> tuple[type, ...]:
 
 
 def pack_samples(samples: list[Sample]) -> str:
-    """Encode the metrics that an agent sends to node 0, all of them, with a number that changes each time."""
+    """Encode all metrics that an agent sends to node 0, with a number that changes each time."""
     data = json.dumps([time.monotonic_ns(), samples], separators=(",", ":"))
     # Node 0 would cut a longer row, and count an error in every round.
     return data if len(data) <= MAX_NODE_BYTES else "[0,[]]"

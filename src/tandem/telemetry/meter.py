@@ -1,4 +1,4 @@
-"""Measurements of a rank's steps, computed from given numbers; no clock is read here.
+"""Compute measurements of a rank's steps from given numbers; no clock is read here.
 
 `Meter` splits steps into phases that add up to the step. All durations are in seconds.
 """
@@ -69,7 +69,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a run: samples of all ranks in a step, steps in an epoch, and steps in all."""
+    """The plan of a run: samples of all ranks per step, steps per epoch, and total steps."""
 
     batch_size: int
     steps_per_epoch: int = 1
@@ -105,7 +105,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Consensus:
-    """What all ranks know after a step.
+    """The values that all ranks know after a step.
 
     `loss` is NaN if it is not finite on some rank. `is_skipped`: the step changed nothing, because that loss
     or the reduced gradients are not finite. `sums`: the task's {name: (sum, count)}, over all ranks.
@@ -172,7 +172,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class LogLine:
-    """What is known of the steps between two log lines, the last of which is `step`.
+    """Measurements of the steps between two log lines; `step` is the last one.
 
     `loss` and `scores` (other values that the task's loss returns) are means over the steps; `rate` is the
     last step's.
@@ -229,11 +229,11 @@ class Meter:
 
     @property
     def samples_per_second(self) -> float:
-        """Throughput of this launch: only steps (no evaluations or saves), without the first 20.
+        """Throughput of this launch in steps only (no evaluations or saves), without the first 20.
 
         A launch of 20 steps or fewer counts all of its steps. 0.0 before the first step.
         """
-        # The first steps compile and allocate, and do not show the pace of the others.
+        # The first steps compile and allocate, so they do not show the speed of the others.
         total = self.total
         warmup = self._warmup
         if total.steps <= self._warmup_steps:

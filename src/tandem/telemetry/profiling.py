@@ -1,7 +1,7 @@
-"""Record a rank's next steps with torch.profiler, on request of its agent, without having been prepared.
+"""Record a rank's next steps with torch.profiler, at its agent's request, with no setup in advance.
 
 The thread that trains starts and stops the profiler between two steps: `Clock.end_step` and the observer of
-scripts call `step_ended`. Another thread writes the file. The profiler changes no number of the training.
+scripts call `step_ended`. Another thread writes the file. The profiler changes no result of the training.
 """
 
 import sys
@@ -16,7 +16,7 @@ Report = Callable[[Mapping[str, Any], str | None, Path | None], None]
 
 
 class _Window:
-    """Steps to record: `steps` of them, after the step `first` or the next one that ends."""
+    """The window of a recording: `steps` steps after step `first`, or after the next one that ends."""
 
     def __init__(self, first: int, steps: int, path: Path, report: Report) -> None:
         self.first = first
@@ -92,7 +92,7 @@ def cancel() -> None:
 
 
 def step_ended(step: int) -> None:
-    """Take note that `step` steps are finished. Called by the training thread in each step; never raises."""
+    """Record that `step` steps are finished. The training thread calls this in each step; never raises."""
     global _window
     window = _window
     if window is None:

@@ -1,4 +1,4 @@
-"""Everything a rank reports about its run except heartbeats; nearly all of it is from rank 0.
+"""Report everything about a run except heartbeats; nearly all reports are from rank 0.
 
 Rank 0 writes the journal, TensorBoard files and the progress display. It sends its values to the node's agent
 (or to the server in its own process), which owns the metrics. No method here waits for the GPU.
@@ -84,7 +84,7 @@ def time_samples(steps: Sequence[StepTimes], sync_bytes: int) -> list[Sample]:
     by_step = [each.phases() for each in steps]
     phases = {name: sum(each[name] for each in by_step) for name in PHASES}
     return [
-        # In nanoseconds, because more digits would only lengthen the message.
+        # Round to nanoseconds, because more digits would only lengthen the message.
         metrics.STEP_DURATION_SECONDS.observe(*(round(each.total, 9) for each in steps)),
         *(metrics.STEP_PHASE_SECONDS.inc(seconds, phase=name) for name, seconds in phases.items()),
         metrics.GRADIENT_SYNC_SECONDS.inc(waited, overlap="exposed"),
@@ -95,7 +95,7 @@ def time_samples(steps: Sequence[StepTimes], sync_bytes: int) -> list[Sample]:
 def line_samples(line: LogLine) -> list[Sample]:
     """Return the state of the optimization at a log line, without unknown values (loss scale, norm)."""
     readings = line.readings
-    # Of one sampled step, assumed for all.
+    # The value of one sampled step, assumed for all.
     hidden_seconds = line.interval.steps * readings.hidden_sync_seconds
     known = [(metrics.GRAD_NORM, readings.grad_norm), (metrics.LOSS_SCALE, readings.loss_scale)]
     return [
@@ -151,7 +151,7 @@ TOKENS = "tokens"
 
 
 class Recorder:
-    """The reports of one rank in one launch.
+    """Makes the reports of one rank in one launch.
 
     `send` sends its messages, those about steps every `pause` seconds; `clock` has its position.
     """
@@ -188,7 +188,7 @@ class Recorder:
         self._watch = StragglerWatch()
         self._memory: DeviceMemory | None = None
         self.rank_samples: list[Callable[[], list[Sample]]] = []
-        """Each returns what this rank alone knows, once per log interval."""
+        """Each returns, once per log interval, samples that only this rank has."""
         self.known_costs = Costs()  # the last argument of `costs`, or from the loaded state
         self._snapshot_interval: float | None = None
         self._steps_sent = 0
@@ -219,7 +219,7 @@ class Recorder:
         self.known_costs = costs
         if costs.device_flops:
             self.samples(metrics.PEAK_FLOPS.set(costs.devices * costs.device_flops))
-        if TOKENS in (costs.sums or ()):  # from 0: rate() misses the first increment of a new series
+        if TOKENS in (costs.sums or ()):  # start at 0: rate() misses the first increment of a new series
             self.samples(metrics.TOKENS.inc(0))
 
     @property
@@ -234,7 +234,7 @@ class Recorder:
         self._judge_ranks(self._stragglers.arrived())
         if self._progress is not None:
             self._progress.advance(self.step)
-        # Not a message per step, because the steps of small models take only a few milliseconds.
+        # Do not send a message per step, because steps of small models take only a few milliseconds.
         if time.monotonic() - self._sent_at >= self._pause or len(self._unsent) >= MAX_TIMES:
             self.samples(*self._steps_since_last())
 
@@ -296,7 +296,7 @@ class Recorder:
 
         `exchange` starts to gather a row of every rank, to find the slowest (see `stragglers`).
         """
-        # First, because a GPU may be some steps behind, and these belong to this interval.
+        # Do this first: a GPU may be some steps behind, and these steps belong to this interval.
         self._timed(self.clock.drain())
         self._judge_ranks(self._stragglers.gather(exchange))
         self.loss, means = self._means.close()
@@ -313,7 +313,7 @@ class Recorder:
             self._send(Samples(samples))
 
     def _pace_of_tokens(self, line: LogLine) -> list[Sample]:
-        """Return the token rate, nothing before the first token; start counting again for the next line."""
+        """Return the token rate (nothing before the first token), and restart the count for the next line."""
         # A rate of 0 would look measured in a run that never reports tokens.
         if self._tokens is None or line.interval.seconds <= 0:
             return []
@@ -325,7 +325,7 @@ class Recorder:
         point = Point(line.step, time.time(), line.record())
         self._keep(point, "train", {**line.scores, **line.numbers()})
         if self._progress is not None:
-            # Rounded up: the epoch that is in progress or has just ended, counted from 1.
+            # Round up: the epoch that is in progress or has just ended, counted from 1.
             epoch = -(-line.step // self._plan.steps_per_epoch)
             speed = line.interval.samples_per_second
             more = {name: line.scores[name] for name in self._own if name in line.scores}

@@ -186,7 +186,8 @@ class Registry:
         values = [_number(one) for one in value] if isinstance(value, list | tuple) else [_number(value)]
         if not isinstance(family, Histogram) and len(values) != 1:
             raise _BadSampleError("value")
-        # A gauge may be NaN or infinite (a loss often is), but a sum that includes one is broken forever.
+        # A gauge may be NaN or infinite (a loss often is), but a sum that includes such a value is broken
+        # forever.
         if not isinstance(family, Gauge) and not all(math.isfinite(one) and one >= 0 for one in values):
             raise _BadSampleError("value")
         child = self._child(family, {"node": self._node, **labels} if family.by_node else labels)
@@ -218,7 +219,7 @@ class Registry:
         if not key:
             return metric
         if key not in series:
-            # A task may log scores under ever new names. Each would take memory here and in Prometheus.
+            # A task may keep logging scores under new names. Each would take memory here and in Prometheus.
             if len(series) >= MAX_SERIES:
                 raise _BadSampleError("series")
             series.add(key)
@@ -232,8 +233,7 @@ class Registry:
         self._series[family.name].clear()
 
     def _register(self, name: str) -> None:
-        # Gauges are registered late: a 0 that no one measured would look like a measurement (a timestamp of
-        # 1970).
+        # Gauges are registered late: an unmeasured 0 would look like a measurement (a timestamp of 1970).
         if name not in self._registered:
             self._registered.add(name)
             self.registry.register(self._metrics[name])

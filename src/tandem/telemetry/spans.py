@@ -1,7 +1,7 @@
-"""The files that node 0's agent writes for OpenTelemetry: the spans of a launch, and its metrics.
+"""Write the files for OpenTelemetry on node 0: the spans of a launch, and its metrics.
 
-`report/otel.py` sends both, from another process. The beginning and the end of a span are two lines, so that
-process can also end what a killed agent has left open. Without OTEL_* variables, nothing is written.
+`report/otel.py` sends both, from another process. The beginning and the end of a span are separate lines, so
+that process can also end spans that a killed agent left open. Without OTEL_* variables, nothing is written.
 """
 
 import json
@@ -29,7 +29,7 @@ GOOD = (FINISHED, STOPPED, "node joined")
 """Causes of an end that is not an error."""
 LOG_FILE = re.compile(r"(node|rank)-\d+\.log")
 MOST_EPOCHS = 100
-"""This many epochs may end between two messages of rank 0; of more, only the first and the last are shown."""
+"""Limit for epochs that end between two messages of rank 0; of more, only the first and last are shown."""
 Write = Callable[[dict[str, object]], object]
 
 
@@ -117,10 +117,10 @@ class Spans:
                     self._evaluation.scores = {f"tandem.score.{name}": each for name, each in scores.items()}
 
     def ended(self, now: float) -> None:
-        """End a generation. The cause becomes known later: from an event, or when the launch ends."""
+        """End a generation. Its cause becomes known later, from an event or at the end of the launch."""
         with self._lock:
             self._decide(OTHER)
-            # An evaluation that fails, as when another rank is killed, has no scores.
+            # An evaluation that fails, for example because another rank was killed, has no scores.
             if self._evaluation is not None and self._evaluation.scores is not None:
                 self._end_evaluation(now)
             open_ones = [each.span for each in (self._epoch, self._evaluation) if each is not None]
@@ -137,7 +137,7 @@ class Spans:
                 self._decide(cause)
 
     def closed(self, cause: str, reason: str, now: float, attributes: Mapping[str, object]) -> None:
-        """End everything; `reason` in words may name a cause more exactly."""
+        """End all spans; the text of `reason` may name the cause more exactly."""
         if cause not in (FINISHED, STOPPED):
             cause = cause_in(reason) or cause
         with self._lock:
@@ -169,10 +169,10 @@ class Spans:
             self._epoch = _Epoch(span, number, number * length)
 
     def _reach(self, step: int, now: float) -> None:
-        """Record finished steps. When an epoch ended between two messages follows from the steps' pace."""
+        """Record finished steps. The time at which an epoch ended between two messages is interpolated."""
         before, since = self._at
         if step < before:
-            return  # the messages of two threads of the rank may overtake each other
+            return  # messages of two threads of the rank may overtake each other
         self._at = (step, now)
         if self._evaluation is not None and step > self._evaluation.step:
             self._end_evaluation(now)
@@ -212,7 +212,7 @@ class OtelFiles:
     """The files for OpenTelemetry of one launch, in the directory of the logs; nothing until `open`.
 
     `snapshot` returns the metrics. Only a thread writes, because the volume may hang while heartbeats arrive.
-    A full disk costs lines, and no more.
+    A full disk loses lines, nothing else.
     """
 
     def __init__(self, logs: Path, snapshot: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
@@ -225,9 +225,9 @@ class OtelFiles:
         self._launch = self._first = self._offset = 0.0
 
     def open(self, attributes: Mapping[str, object]) -> None:
-        """Begin, on node 0, before the ranks start. The launch is as old as this process."""
+        """Begin on node 0, before the ranks start. The launch began when this process did."""
         self._launch = time.time() - process_age_seconds()
-        # Unix times that do not jump if the clock is set.
+        # These Unix times do not jump when the clock is set.
         self._offset = time.time() - time.monotonic()
         self._earlier = _sizes(self._logs)
         self._spans = Spans(self._lines.put, self._launch, attributes)
@@ -261,7 +261,7 @@ class OtelFiles:
             self._thread.join(OTEL_LAST_SECONDS)
 
     def close(self) -> None:
-        """Write the last metrics, and then nothing more."""
+        """Write the last metrics, then stop."""
         self._lines.put(None)
 
     def _now(self) -> float:
@@ -304,7 +304,7 @@ class OtelFiles:
 
 
 def first_launch(logs: Path, launch: float) -> float:
-    """Return when the first of the launches began whose counts this one continues, as far as is known."""
+    """Return the start of the first launch whose counts this one continues, if known."""
     with suppress(OSError, ValueError, TypeError, LookupError):
         newest = newest_metrics(logs)[-1]
         return min(launch, float(parsed(content(logs, newest.name))["first"]))

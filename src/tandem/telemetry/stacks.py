@@ -1,4 +1,4 @@
-"""Stacks of a rank's threads, without a signal that its program may use.
+"""Read the stacks of a rank's threads, without a signal that its program may use.
 
 Ranks write them to their log directory when their agent reports a hang, and `thread_stacks` returns them for
 `tandem stacks`. A rank that no longer runs Python, because C code holds the interpreter's lock, gets a signal
@@ -23,7 +23,7 @@ from tandem.rotation import LOG_BYTES, rotate
 log = logging.getLogger("tandem.run")
 
 LAST_RESORT = signal.SIGRTMAX - 7
-"""Not known to be used by anything else; glibc reserves the first two real-time signals."""
+"""No other known program uses it; glibc reserves the first two real-time signals."""
 MOST_FRAMES = 200
 """Frames of a thread that are reported, from the innermost on; a recursion may have thousands."""
 STARTED_BY_TANDEM = ("/tandem/launch/workers.py", "/tandem/script/execute.py")
@@ -99,7 +99,7 @@ def parse_dump(text: str) -> list[dict[str, Any]]:
         elif rows and (match := _FRAME.match(line)):
             frames = rows[-1]["frames"]
             is_ours = frames and match[1].endswith(STARTED_BY_TANDEM)
-            # Everything further out of the program's own frames is tandem's.
+            # Frames further out than the program's own are tandem's.
             rows[-1]["ended"] = rows[-1].get("ended", False) or is_ours
             if not rows[-1]["ended"]:
                 frames.append((match[1], int(match[2]), match[3]))

@@ -1,7 +1,7 @@
 """Find the rank that slows down the others, from one small row per rank, gathered in each log interval.
 
-In synchronous training, all steps take equally long, because fast ranks wait for slow ones in the gradient
-all-reduce. The difference is in a rank's own time: the step without that wait.
+In synchronous training, all ranks' steps take equally long, because fast ranks wait for slow ones in the
+gradient all-reduce. Ranks differ in their own time: the step without that wait.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ from tandem.telemetry.metrics import Sample
 from tandem.timeouts import NAME_SECONDS
 
 MARK_RATIO = 1.2
-"""A rank is marked if its quick steps take this many times those of the median rank; see `judge`."""
+"""A rank is marked if its quick steps take this many times as long as the median rank's; see `judge`."""
 MARK_SHARE = 0.05
 """The extra time of a marked rank is at least this share of a step; less is not worth reporting."""
 NAMED_ABOVE = 0.65
@@ -239,7 +239,7 @@ class Report:
 
 
 class StragglerWatch:
-    """Finds ranks that are slow for a long time: a mark is for one interval, a straggler has several.
+    """Finds ranks that stay slow: a mark is for one interval, and a straggler has several.
 
     For each rank, the share of marked intervals is tracked. An interval of t seconds has the weight t /
     NAME_SECONDS, at most one sixth. A rank is reported when its share exceeds NAMED_ABOVE, which takes about

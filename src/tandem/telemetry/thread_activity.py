@@ -23,7 +23,7 @@ LOOKS = 9  # covers the last two seconds
 BUSY_SHARE = 0.5  # of a core, by this process over the last second
 WORKING_SHARE = 0.03  # of a core, by the training thread; one that polls every 10 ms takes 0.3%
 OTHERS_SHARE = 0.1  # of a core, by other threads of the process, some of which always poll something
-CHANGES = 3  # of its stack within LOOKS; a thread that sleeps between polls is rarely seen elsewhere
+CHANGES = 3  # of its stack within LOOKS; a thread that sleeps between polls is rarely found elsewhere
 DEPTH = 64  # how many innermost frames are compared
 BELOW_SECONDS = 2.0  # between two checks of child processes, while nothing else shows work
 MOST_BELOW = 256  # processes; a script may have thousands, and each costs some reads
@@ -59,7 +59,7 @@ class ThreadActivity:
         seen = self._seen()
         self._looks.append(seen)
         stacks = [each.stack for each in self._looks]
-        # Soon after another look, even a little CPU time would be a large share.
+        # Soon after the last check, even a little CPU time would be a large share.
         seconds = max(seen.at - before.at, BEAT_SECONDS / 2)
         if (
             (by_cpu_time and seen.thread - before.thread > WORKING_SHARE * seconds)
@@ -115,7 +115,7 @@ def in_collective(frame: FrameType | None) -> bool:
 
 def cpu_seconds_below(pid: int) -> float:
     """Return the CPU time of all descendants of a process, including ended ones (proc(5))."""
-    # cutime and cstime: the children that have ended. The process's own time is not of interest here.
+    # cutime and cstime: the children that have ended. The process's own time does not matter here.
     ticks = sum(map(int, stat_of(pid)[13:15]))
     to_see = [pid]
     for each in to_see:  # grows during the loop

@@ -19,9 +19,9 @@ from tandem.text import format_duration
 
 FEWEST_STEPS = 50
 SHORTEST_TRAINING_SECONDS = 5.0
-"""Before this, imports, compilation and the first batches say more than the training does."""
+"""In a shorter launch, imports, compilation and the first batches outweigh the training."""
 SHORTEST_WAIT_SECONDS = 20.0
-"""A start of a few seconds is no wait for other nodes, however short the run."""
+"""A start of a few seconds does not count as a wait for other nodes, however short the run."""
 EVALUATION_SHARE = 0.2
 SAVE_SHARE = 0.15
 WAIT_SHARE = 0.2
@@ -29,11 +29,11 @@ DATA_SHARE = 0.2
 EXCHANGE_SHARE = 0.3
 TRANSFER_SHARE = 0.25
 OPTIMIZER_SHARE = 0.4
-"""A smaller share is normal, or not worth a person's time."""
+"""Smaller shares are normal, or not worth a person's time."""
 BUSY_GPU = 0.5
 """A GPU that runs kernels less than this share of the time waits for its host."""
 GOAL_SHARE = 0.05
-"""A suggested interval leaves about this share to evaluations or saves."""
+"""With a suggested interval, evaluations or saves take about this share."""
 MOST_TIMES = 1000
 """A suggested interval is at most this many times the current one; beyond that, something else is wrong."""
 SHORT_EXCHANGE_SECONDS = 0.02
@@ -66,7 +66,7 @@ class Straggler(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """What the clocks know of one launch, in seconds.
+    """Measurements of one launch, in seconds.
 
     `activities`: wall time by ACTIVITIES. `phases`: rank 0's step time by PHASES. `step`: a typical step,
     None if unknown, as in a script. `sync_bytes`: gradients of one step. `gpu`: mean utilization, None
@@ -125,7 +125,7 @@ def measured(page: str, settings: Mapping[str, object]) -> Measured:
 
 
 def verdict(run: Measured) -> str | None:
-    """Return what takes most of the time that training could use, and what to try; None if nothing does."""
+    """Return what takes most of the training's time, and what to try; None if nothing does."""
     whole = sum(seconds for name, seconds in run.activities.items() if name != "startup")
     training = run.activities.get("train", 0.0)
     limits = [*_of_the_wall_time(run, whole)]
@@ -135,7 +135,7 @@ def verdict(run: Measured) -> str | None:
 
 
 def _of_the_wall_time(run: Measured, whole: float) -> Iterable[_Limit]:
-    """Yield what takes time away from steps. `whole` is the wall time in seconds."""
+    """Yield the limits outside of steps. `whole` is the wall time in seconds."""
     spent = run.activities
     if spent.get("train", 0.0) >= SHORTEST_TRAINING_SECONDS:
         evaluation = spent.get("eval", 0.0) / whole
@@ -204,7 +204,7 @@ def _phase_shares(run: Measured) -> dict[str, float]:
 def _data(run: Measured, step: float, of_rank_0: float) -> Iterable[_Limit]:
     """Yield that ranks wait for data.
 
-    The median misses a loader that stalls now and then; rank 0's sum does not.
+    The median misses a loader that stalls occasionally; rank 0's sum does not.
     """
     slowest = max(run.ranks, key=lambda each: each.data, default=None)
     typical = min(slowest.data / step, 1.0) if slowest is not None else 0.0
@@ -212,7 +212,7 @@ def _data(run: Measured, step: float, of_rank_0: float) -> Iterable[_Limit]:
     if share < DATA_SHARE:
         return
     others = [each.data for each in run.ranks if slowest is None or each.rank != slowest.rank]
-    # Rank 0's own sum names no rank, because only rank 0 reports it.
+    # A limit from rank 0's own sum names no rank, because only rank 0 reports it.
     stands_out = slowest is not None and typical >= of_rank_0 and bool(others)
     if stands_out and slowest is not None and slowest.data >= STANDS_OUT * max(median_low(others), 1e-9):
         whose = f"the loader of rank {slowest.rank}"
@@ -222,7 +222,7 @@ def _data(run: Measured, step: float, of_rank_0: float) -> Iterable[_Limit]:
 
 
 def _for_data(settings: Mapping[str, object]) -> str:
-    """Return what to try for faster data; "auto" has already found out that more workers would not help."""
+    """Return what to try for faster data; "auto" has already found that more workers would not help."""
     workers = settings.get("workers")
     if workers == "auto" or (isinstance(workers, int) and workers >= MOST_WORKERS):
         return "make reading or transforming a sample cheaper, or cache the samples"
@@ -242,7 +242,7 @@ def _exchange(run: Measured, step: float) -> Iterable[_Limit]:
         yield _Limit(share, f"{text}; a larger --batch-size has fewer of them, and so do fewer ranks")
         return
     text = f"slow link: {share:.0%} of a step is the exchange of gradients{size}"
-    # What fsdp exchanges cannot be compressed.
+    # fsdp's exchanges cannot be compressed.
     is_fsdp = run.settings.get("strategy") == "fsdp"
     compresses = not is_fsdp and run.settings.get("gradient_compression") in (None, "none")
     remedy = "" if not compresses else ", or --gradient-compression bf16"

@@ -27,8 +27,7 @@ BufferOwner = tuple[nn.Module, str]
 class KeptBuffers:
     """Copies of all buffers of `modules()`.
 
-    Those of one dtype and device are stored in one tensor, so a step needs a few kernels, not a few per
-    buffer.
+    Buffers of one dtype and device share one tensor, so a step needs a few kernels, not a few per buffer.
     """
 
     def __init__(self, modules: Callable[[], Iterable[nn.Module]]) -> None:
@@ -106,7 +105,7 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 def adopt_buffers(model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Give the model's buffers their shapes in a saved state, if a forward pass had changed them.
+    """Give the model's buffers the shapes of a saved state, if a forward pass had changed them.
 
     BatchNorm's buffers are left alone, because their shapes show which model it is.
     """
@@ -142,7 +141,7 @@ def _copy_where(found: Tensor | None, pairs: list[tuple[Tensor, Tensor]]) -> Non
         return
     group = [now for now, _ in pairs]
     before = [old for _, old in pairs]
-    # A copy that depends on a value on the device, without waiting for it: select element by element.
+    # Select element by element, so that the copy depends on a value on the device without a wait for it.
     if found is not None:
         flat = torch.where(found.to(group[0].device) > 0, _flat(before), _flat(group))
         parts = torch.split(flat, [buffer.numel() for buffer in group])
@@ -157,7 +156,7 @@ def _flat(group: list[Tensor]) -> Tensor:
 # Initialize lazy modules (nn.LazyLinear), whose parameters get their shapes from the first batch.
 
 SAMPLES = 2
-"""Samples of the training set. BatchNorm needs two."""
+"""Number of samples of the training set. BatchNorm needs two."""
 
 
 def is_lazy(value: Any) -> bool:

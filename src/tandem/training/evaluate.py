@@ -1,4 +1,4 @@
-"""Evaluate exactly on all ranks: with sums and counts, every sample once, without padding."""
+"""Evaluate exactly on all ranks, with sums and counts: every sample once, without padding."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ from tandem.tasks.mistakes import Outputs as Rows
 from tandem.training.buffers import buffers_kept
 from tandem.training.precision import autocast
 
-# Gather evaluation outputs from all ranks, for scores that are no sums over samples: AUC, mAP, BLEU.
+# Gather evaluation outputs from all ranks, for scores that are not sums over samples: AUC, mAP, BLEU.
 
 log = logging.getLogger("tandem.run")
 
@@ -56,7 +56,7 @@ class _Given(dict[str, Any]):
 
 
 class Outputs:
-    """What `evaluate_batch` returns next to its sums, on the host: {name: one row per sample}.
+    """The outputs that `evaluate_batch` returns with its sums, on the host: {name: one row per sample}.
 
     `strided`: rank r has samples r, r + ranks, ... of the set. Otherwise its rows follow those of rank r - 1.
     """
@@ -99,8 +99,8 @@ class Outputs:
     def dry_run(self) -> None:
         """Call `evaluate_all` with a few samples and discard the result.
 
-        All ranks call this, and raise alike. Some scores need more samples, or samples of both classes; what
-        is raised for that reason is not an error.
+        All ranks call this and raise the same error. Some scores need more samples, or samples of both
+        classes; exceptions for that reason are ignored.
         """
         parts = self._gathered()
         problem = ""
@@ -138,7 +138,7 @@ class Outputs:
         whole = self._joined(parts, name)
         if not self._strided:
             return whole
-        count = len(parts)  # ranks beyond the end of a small set have none
+        count = len(parts)  # ranks beyond the end of a small set have no rows
         indices = [index for rank in range(count) for index in range(rank, len(whole), count)]
         if isinstance(whole, Tensor):
             ordered = torch.empty_like(whole)
@@ -178,13 +178,13 @@ class _Scored(NamedTuple):
 
 
 REHEARSED_SAMPLES = 2
-"""Samples per rank: enough to see what a task makes of a batch, without a long wait for slow data."""
+"""Samples per rank: enough to check how a task handles a batch, without a long wait for slow data."""
 
 
 def evaluation_batch_size(config: EvaluationConfig, data: DataConfig, world: ProcessGroup) -> int:
     """Return the samples per rank and evaluation pass: the setting, or the number in a training pass."""
     share = -(-data.batch_size // world.size)
-    # A pass in training needs more memory, so as many samples fit in an evaluation.
+    # A training pass needs more memory, so an evaluation fits as many samples.
     return config.eval_batch_size or min(data.micro_batch_size or share, share)
 
 
@@ -220,7 +220,7 @@ class Evaluation:
         """Score a few samples and discard the result, so that an error shows before the first step.
 
         All ranks call this. It does not change the model, and each step sets the random state itself. Data
-        that can be read only once is not read. Raises ConfigError, and errors of the task.
+        that can be read only once is skipped. Raises ConfigError, and errors of the task.
         """
         self.exchanges.clear()  # they may come from a checkpoint, and the task may have changed
         for _, each in self._sets():
@@ -287,7 +287,7 @@ class Evaluation:
             name = self._scoring.__name__
             if name not in self.exchanges:
                 made, stopped = self._first_scored(next(batches, None))
-                # A rank without a batch has seen nothing, so one answer counts for all.
+                # A rank without a batch does not know, so any rank's answer counts for all.
                 self.exchanges[name] = self.world.sum([float(stopped)])[0] > 0
                 if not self.exchanges[name]:
                     yield from made
@@ -336,7 +336,7 @@ class Evaluation:
             sums, rows = self._scores_of(batch)
             if shared is None:
                 yield _Scored(sums, rows)
-            else:  # a row belongs to the rank that has it when ranks divide the set
+            else:  # when ranks divide the set, a row counts on the rank that has it
                 own_positions = [position for position, index in enumerate(shared) if index % size == rank]
                 kept = (
                     {name: each[own_positions[0] : own_positions[0] + 1] for name, each in rows.items()}

@@ -73,7 +73,7 @@ def facts_of(saved: SavedCheckpoint, digest: str) -> dict[str, str]:
 
 
 def _apart(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors contiguous and without shared memory, which safetensors cannot represent."""
+    """Return contiguous tensors without shared memory, which safetensors cannot represent."""
     return {name: tensor.detach().contiguous().clone() for name, tensor in weights.items()}
 
 
@@ -121,7 +121,7 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
             for made in sorted(Path(folder).iterdir(), key=lambda made: made.name == path.name):
                 os.replace(
                     made, path.parent / made.name
-                )  # the main file last: ONNX above 2 GB has a second one
+                )  # the main file last: ONNX above 2 GB has a second file
     except OSError as error:
         raise ConfigError(
             f"cannot write {path}: {error.strerror or error}; choose another file with --output FILE"
@@ -133,7 +133,7 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
 SAMPLES = 3
 """Samples in the traced batch. torch.export would treat a size of 1 as a constant."""
 TOLERANCE = 1e-5
-"""Relative to the largest output, or to 1 if that is smaller."""
+"""Tolerance relative to the largest output, or to 1 if that is smaller."""
 NEEDED = "--format onnx needs onnx and onnxscript: pip install 'tandem-train[export]'"
 
 
@@ -284,7 +284,7 @@ def _input_text(value: Any) -> str:
 
 
 def _compared(model: nn.Module, path: Path, calls: list[ExampleCall]) -> str:
-    """Return how far ONNX is from PyTorch, as text. Raises ConfigError if it is too far."""
+    """Return the largest difference of the outputs, as text. Raises ConfigError if it is too large."""
     try:
         import onnxruntime
     except ImportError:

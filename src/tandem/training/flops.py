@@ -66,17 +66,17 @@ def flops_of(forward_and_backward: Callable[[], None]) -> int:
         with FlopCounterMode(display=False) as counter:
             forward_and_backward()
         return int(counter.get_total_flops())
-    # An error of the task, not of the counter.
+    # This is an error of the task, not of the counter.
     except ConfigError:
         raise
-    # A count is not worth failing a run: the counter may not support what a task does.
+    # A missing count must not fail a run: the counter may not support every task.
     except Exception as error:
         log.info("cannot count FLOPs (%s); no MFU will be reported", type(error).__name__)
         return 0
 
 
 def peak_flops(device: torch.device, precision: str, convolves: bool = False) -> float:
-    """Return the peak FLOP/s of this rank's device, or 0.0 if it is unknown.
+    """Return the peak FLOP/s of this rank's device, or 0.0 if unknown.
 
     The source is data sheets for GPUs, and a measurement for CPUs. fp32 counts as TF32 if torch computes in
     it: matrix products if that is enabled, convolutions (`convolves`) unless it is disabled.
@@ -96,7 +96,7 @@ def peak_flops(device: torch.device, precision: str, convolves: bool = False) ->
 def _products_in_tf32() -> bool:
     """Return whether fp32 matrices are multiplied in TF32, according to either of torch's settings.
 
-    The older setting raises if a task has used the one of torch 2.9.
+    The older setting raises if a task has used torch 2.9's.
     """
     try:
         return torch.get_float32_matmul_precision() != "highest"
@@ -137,8 +137,8 @@ def profiled(
 ) -> Generator[Any, None, None]:
     """Yield `batches` (one item per step), and record the steps of the window to `path`.
 
-    A step lasts from its batch to the request of the next one, or until `close`, which a run calls that ends
-    or stops inside the window. Without a `window`, nothing is recorded.
+    A step lasts from its batch to the request for the next one, or until `close`, which a run calls if it
+    ends or stops inside the window. Without a `window`, nothing is recorded.
     """
     if window is None:
         yield from batches

@@ -54,7 +54,7 @@ def load_state(
     schedule: Schedule,
     named: Mapping[str, Any],
 ) -> None:
-    """Load a checkpoint's state. `named`: the optimizer's groups, from `groups_of`.
+    """Load a checkpoint's state. `named`: the optimizer's groups from `groups_of`.
 
     The optimizer's numbers (weight decay, momentum) come from the settings, which may have changed, unless
     the task built the optimizer or has its own scheduler. Raises ConfigError for another model or other

@@ -1,4 +1,4 @@
-"""The training loop: everything that happens in a run, in order, on one screen."""
+"""Run the training loop: everything that happens in a run, in order, on one screen."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ COPYING = 1 << len(EVENTS)
 
 @dataclass
 class EventSchedule:
-    """When each of EVENTS is due: by step number, the same on every rank, or by rank 0's clock.
+    """When each of EVENTS is due: by step number, which all ranks know, or by rank 0's clock.
 
     The clock's decisions travel as bits in the step's all-reduce, so all ranks act together. See
     docs/architecture.md#the-telemetry-parameter.
@@ -55,7 +55,7 @@ class EventSchedule:
         return self.cadences[event].to_steps(self.steps_per_epoch, self.steps_planned)
 
     def saves_every_evaluation(self) -> bool:
-        """Return whether every evaluation has a checkpoint, so that --keep-best sees all of them."""
+        """Return whether every evaluation has a checkpoint, so that --keep-best can compare all of them."""
         if self.cadences["eval"] == self.cadences["save"]:
             return self.cadences["eval"].unit != "never"
         evaluated = self.steps_between("eval")
@@ -92,7 +92,7 @@ class EventSchedule:
 
 
 class StepReader(Protocol):
-    """What the loop needs from the object that takes steps: `TrainStep`, or a custom loop's."""
+    """The interface of the object that takes steps: `TrainStep`, or a custom loop's."""
 
     def read(self) -> Readings: ...
     def drain(self) -> Consensus | None: ...
@@ -145,12 +145,12 @@ def train(t: TaskLoopState) -> bool:
         decisions = t.event_schedule.decisions(t.world.is_first) + COPYING * t.saver.is_copying
         proposal = Proposal(bool(t.stop), decisions)
         t.clock.enter("transfer")
-        # Once before the first step, and again whenever the task freezes other parameters.
+        # Take the dry step before the first step, and again whenever the task freezes other parameters.
         if t.step == next_dry_step:
             epoch = t.step // an_epoch
             if t.train_step.freeze(epoch) or t.step == first:
                 t.recorder.costs(t.train_step.take_dry_step(micro_batches, t.step, t.recorder.known_costs))
-            # Without freeze(), DDP reduces the same parameters to the end.
+            # Without freeze(), DDP reduces the same parameters until the end.
             next_dry_step = (epoch + 1) * an_epoch if "freeze" in t.task.own else planned
         rate = t.schedule.set(t.step)
         consensus = t.train_step.take(micro_batches, t.step, proposal)
@@ -190,12 +190,12 @@ def after_step(t: LoopState, consensus: Consensus | None, rate: float, is_first:
         t.recorder.log_interval(t.step, t.train_step.read(), t.world.gather_rows)
     if {"eval", "save"} <= due:
         with t.clock.phase("checkpoint"):
-            t.saver.begin(t.step)  # an evaluation that fails must not cost what was trained
+            t.saver.begin(t.step)  # a failed evaluation must not cost the training since the last save
     if "eval" in due and evaluate(t):
         due = {"save"}  # no snapshot: a restart would train on from it after the end
     if "snapshot" in due:  # after the step's lines in the journal, because a resume drops only later lines
         with t.clock.phase("checkpoint") if t.saver.begins_snapshots else nullcontext():
-            # Copies of one step count only together, so a rank begins one only if no rank still copies.
+            # Copies count only if all are of one step, so a rank begins one only if no rank is still copying.
             may_copy = consensus is not None and consensus.decisions < COPYING
             t.saver.snapshot(t.step, has_lines=bool(due & {"log", "eval"}), may_copy=may_copy)
     if "save" in due:

@@ -1,4 +1,4 @@
-"""Handle non-finite losses and gradients: keep them out of the state, agree on them, count and name them.
+"""Handle non-finite losses and gradients: keep them out of the state, agree on them, count and report them.
 
 In each step, the ranks exchange whether any loss or gradient is not finite, together with the gradients. So
 all ranks decide the same, without an extra collective. See docs/architecture.md#the-telemetry-parameter.
@@ -24,7 +24,7 @@ from tandem.training.buffers import KeptBuffers
 
 log = logging.getLogger("tandem.run")
 
-# A run that only skips looks alive but no longer learns, so it ends.
+# A run that skips every step looks alive but no longer learns, so it ends.
 MOST_SKIPS_IN_A_ROW = 100
 ADVICE = "lower --lr, set --clip-norm, or check the data"
 
@@ -93,7 +93,7 @@ class Guard:
             self._optimizer.found_inf = found  # type: ignore[attr-defined]
             self._optimizer.step()
             del self._optimizer.found_inf  # type: ignore[attr-defined]
-        # If the host knows that all values are finite, there is nothing to restore.
+        # Nothing needs restoring if the host knows that all values are finite.
         if self._keeps_buffers and not (self._reads_at_once and not found):
             self._buffers.put_back(found)
 
@@ -154,8 +154,8 @@ def note_all_nonfinite(gradients: Sequence[Tensor], found: Tensor, one: Tensor) 
     device = gradients[0].device
     there = found.to(device)
     if gradients[0].is_cuda:
-        # A norm reads each gradient once. `note_nonfinite` also writes them, which takes a GPU twice as long;
-        # on CPUs it is much faster. The maximum of no values does not exist.
+        # A norm reads each gradient once. `note_nonfinite` also writes it, which takes a GPU twice as long;
+        # on CPUs it is much faster. An empty gradient has no maximum.
         largest = nn.utils.get_total_norm([each for each in gradients if each.numel()], math.inf)
         there = torch.maximum(there, (~largest.isfinite()).to(there))
     else:
@@ -165,7 +165,7 @@ def note_all_nonfinite(gradients: Sequence[Tensor], found: Tensor, one: Tensor) 
 
 
 class Policy:
-    """Decide what a skipped step means for the run. Every rank decides, and all decide the same.
+    """Decide what a skipped step means for the run. All ranks reach the same decision.
 
     `is_scaled`: whether a GradScaler scales the loss; it adjusts its scale by overflowing gradients.
     `culprit(step)`: a description of the first tensor that was not finite in the 0-based `step`; all ranks
@@ -194,7 +194,7 @@ class Policy:
         overflow = self._is_scaled() and not in_loss
         reason = "nonfinite_loss" if in_loss else "amp_overflow" if overflow else "nonfinite_grad"
         self._recorder.samples(metrics.STEPS_SKIPPED.inc(reason=reason))
-        if overflow:  # this is how GradScaler finds its scale, which it has lowered now
+        if overflow:  # GradScaler finds its scale this way, and has just lowered it
             return
         what = f"the loss of step {step} is" if in_loss else f"the gradients of step {step} are"
         self._recorder.event("nonfinite", step=step, reason=reason, policy=self._name)
@@ -227,13 +227,13 @@ def culprit(
 
     `forward(i)` repeats micro-step i with the same randomness and returns its loss. Checks on every rank the
     batch, the weights, and then each module's output. If all of them and the loss are finite, a gradient is
-    at fault, if the step's gradients are still there; otherwise returns None.
+    at fault; returns None if the step's gradients are gone.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters()]
     weights = ((name, strategy.local(parameter)) for name, parameter in named)
     # Backward runs from the last layer to the first, so the last parameter is closest to the origin.
     gradients = ((n, strategy.local(p.grad)) for n, p in reversed(named) if p.grad is not None)
-    found = (  # all on every rank, because a forward pass may need all ranks
+    found = (  # every check on every rank, because a forward pass may need all ranks
         _in_batches(micro_batches),
         _in_tensors("the weight", weights),
         _in_forward(model, len(micro_batches), forward),
@@ -290,8 +290,7 @@ def _in_forward(model: nn.Module, micro_steps: int, forward: Callable[[int], Ten
     finally:
         for handle in handles:
             handle.remove()
-    # A module's hook runs after those of the modules inside it, so the first one found is closest to the
-    # cause.
+    # A module's hook runs after the hooks of its submodules, so the first one found is closest to the cause.
     return seen[0] if seen else _in_values("the loss", torch.stack(losses).sum())
 
 

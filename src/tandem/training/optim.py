@@ -90,7 +90,7 @@ class Clipping:
         self._clips = torch.zeros((), device=world.device)
 
     def begin_step(self) -> None:
-        """Forget the last norm. A step that is left out is not clipped."""
+        """Forget the last norm. A skipped step is not clipped."""
         self._norm = None
 
     def clip(self) -> None:
@@ -98,7 +98,7 @@ class Clipping:
         if self._largest is None:
             return
         self._norm = self._strategy.clip(self._parameters, self._largest)
-        # On GPUs and under fp16, this may be a step that is left out. It does not count as clipped.
+        # On GPUs and under fp16, this step may be skipped. It then does not count as clipped.
         self._clips += (self._norm > self._largest) & self._norm.isfinite()
 
     def norm(self) -> float | None:
@@ -115,8 +115,8 @@ class Clipping:
 
 # Save an optimizer's parameter groups by name, because its own state identifies parameters only by number.
 #
-# A number that means another parameter is an error deep inside the optimizer, or unnoticed if the shapes
-# agree. The names are therefore saved next to the state, and compared before it is loaded.
+# A number that refers to another parameter causes an error deep inside the optimizer, or none if the shapes
+# agree. So the names are saved next to the state, and compared before it is loaded.
 
 OF_THE_SHAPE = frozenset({
     "momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "grad_avg",
@@ -140,7 +140,7 @@ def check_groups(
     optimizer: torch.optim.Optimizer,
     ours: Mapping[str, Any],
 ) -> None:
-    """Raise ConfigError if the `saved` state of the optimizer `what` belongs to other groups than it has.
+    """Raise ConfigError if the `saved` state of the optimizer `what` belongs to other groups than its own.
 
     `theirs` and `ours` come from `groups_of`; None means that an older version saved no names.
     """
@@ -192,7 +192,7 @@ BY_SCHEDULE = ("schedule", "lr_scaling", "warmup")
 BY_OPTIMIZER = ("optimizer", "lr", "momentum", "weight_decay")
 """Settings of OptimizationConfig that determine the learning rate, and those that build the optimizer."""
 SCHEDULED = ("lr", "momentum", "betas")
-"""What a scheduler changes in an optimizer's groups, besides what its constructor has added to them."""
+"""Entries of an optimizer's groups that a scheduler changes, besides those that its constructor adds."""
 
 
 def build_optimizer(
@@ -200,8 +200,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the task's own optimizer if it has one, else the one that the settings name.
 
-    On GPUs it is a fused one if torch has one for these parameters, because that can skip an update without
-    the host (`nonfinite.Guard`). `has_all_gradients`: each step trains all parameters.
+    On GPUs, it is fused if torch has a fused version for these parameters, because that can skip an update
+    without the host (`nonfinite.Guard`). `has_all_gradients`: each step trains all parameters.
     """
     if (own := optimizer_of(task, model)) is not None:
         return own
@@ -297,7 +297,7 @@ class Schedule:
         }
 
     def without_effect(self, chosen: Collection[str]) -> str:
-        """Return one line about explicit settings that have no effect because of the task's own parts.
+        """Return one line about explicit settings that the task's own optimizer or scheduler overrides.
 
         `chosen`: the names of the settings that were set explicitly, even if to their defaults.
         """
@@ -333,8 +333,8 @@ class Schedule:
     def load(self, state: Mapping[str, Any], step: int) -> None:
         """Restore the task's own scheduler after `step` steps.
 
-        A saved state for another number of planned steps does not apply, so the scheduler is stepped forward
-        from its start instead.
+        A saved state for another number of planned steps does not apply; the scheduler is then stepped
+        forward from its start.
         """
         if self._own is None or not state:
             return
@@ -346,7 +346,7 @@ class Schedule:
             group.update(deepcopy(made))
         try:
             with warnings.catch_warnings():
-                # About steps without an optimizer step before them.
+                # torch warns about scheduler steps without an optimizer step before them.
                 warnings.simplefilter("ignore", UserWarning)
                 # OneCycleLR raises if it is stepped beyond its end.
                 for _ in range(min(step, self._planned)):

@@ -1,7 +1,7 @@
-"""Compute a micro-batch again on another rank, before its step counts, to find a rank that computes wrongly.
+"""Repeat a micro-batch on another rank, before its step counts, to find a rank that computes wrongly.
 
-Seeds depend on positions alone, so any rank can repeat the work of another bit for bit. A comparison of
-replicas cannot find a wrong gradient: the mean over ranks puts it into all of them alike. See
+Seeds depend only on positions, so any rank can repeat another's work bit for bit. A comparison of replicas
+cannot find a wrong gradient, because the mean over ranks puts it into all replicas alike. See
 docs/architecture.md#the-replay-check.
 """
 
@@ -33,7 +33,7 @@ from tandem.training.replicas import checksum
 log = logging.getLogger("tandem.run")
 
 COST = 0.01
-"""Largest part of the time for `--replay-check auto`."""
+"""Largest share of the time for `--replay-check auto`."""
 SHORTEST_SECONDS = 30.0
 """Shortest interval for `--replay-check auto`."""
 
@@ -43,7 +43,7 @@ Sums = list[int]
 
 @dataclass(frozen=True)
 class RepeatReport:
-    """A rank's checksums in a check: of its own gradients, of its state, and of the work that it repeated.
+    """A rank's checksums in a check: of its own gradients, its state, and the work that it repeated.
 
     `replays`: (the rank whose micro-batch was repeated, checksums), in the order of the rounds.
     """
@@ -99,7 +99,8 @@ class ReplayCheck:
     def recording(self) -> Iterator[None]:
         """Record this rank's gradients of a micro-batch, before DDP reduces them."""
         if has_buffers_beside_batchnorm(self._model):
-            # DDP gives all ranks rank 0's at the forward pass. A copy from before it would have other values.
+            # DDP gives all ranks rank 0's buffers at the forward pass. An earlier copy would have other
+            # values.
             self._world.broadcast_buffers(self._model)
         self._buffers.keep()
         self._gradients.clear()
@@ -157,7 +158,7 @@ class ReplayCheck:
         theirs = rotated(self._world, batch, shift)
         parameters = self._trained()
         with buffers_kept(self._model):
-            # The owner has computed with the buffers from before its forward pass.
+            # The owner computed with the buffers from before its forward pass.
             self._buffers.put_back()
             seed_micro_step(self._seed, step, 0, owner)
             loss, _ = self._module(theirs)
@@ -178,7 +179,7 @@ class ReplayCheck:
         return state
 
     def _raise(self, step: int, verdict: RepeatVerdict) -> None:
-        # All ranks differ, and always have: that is the loss, not a fault of each machine.
+        # All ranks differ, and always have: the loss is the cause, not a fault of each machine.
         if not verdict.is_certain and self._last_clean is None and len(verdict.wrong) == self._world.size > 2:
             raise ConfigError(
                 "--replay-check: each rank gets other bits from the same micro-batch, so the loss is not "
@@ -230,7 +231,7 @@ def shifts(number: int, size: int) -> tuple[int, int]:
 
     The second round decides who is wrong. A third rank repeats the work, or the rank that did it first.
     """
-    if size <= 2:  # alone, a rank shows only faults that pass
+    if size <= 2:  # a single rank shows only transient faults
         return size - 1, 0
     others = size - 1
     first = 1 + number % others
@@ -292,7 +293,7 @@ def hash_of(sums: Sums) -> int:
 def _sum_of(tensor: Tensor) -> Tensor:
     """Return the checksum of a gradient's or a state's bytes; 0.0 and -0.0 count as equal.
 
-    Adding a gradient to zeros turns -0.0 into 0.0. A first gradient may be added to zeros or kept as it is.
+    Adding a gradient to zeros turns -0.0 into 0.0. A first gradient may be added to zeros or kept unchanged.
     """
     tensor = tensor.detach()
     if tensor.is_sparse:
@@ -304,7 +305,7 @@ def _sum_of(tensor: Tensor) -> Tensor:
 def rotated(world: ProcessGroup, batch: Any, shift: int) -> Any:
     """Return the batch of the rank `shift` after this one, on the device; each rank passes its own.
 
-    Raises ConfigError on all ranks if batches have parts besides tensors in which ranks differ.
+    Raises ConfigError on all ranks if ranks differ in parts of the batch that are not tensors.
     """
     if shift == 0:
         return batch
@@ -337,7 +338,7 @@ def rest_of(batch: Any) -> str:
 def check_possible(
     compute: ComputeConfig, world: ProcessGroup, strategy: Strategy, model: nn.Module, may_miss_ranks: bool
 ) -> None:
-    """Raise ConfigError where equal work need not give equal bits. All ranks call this."""
+    """Raise ConfigError if equal work may not give equal bits. All ranks call this."""
     reason = ""
     if may_miss_ranks:
         reason = "with of_rank(), a rank may have no samples in a step; use a dataset without it"
@@ -356,7 +357,7 @@ def check_possible(
 
 
 def _kernels(device: torch.device) -> str:
-    """Return what decides which kernels run on this rank, and in which order they add."""
+    """Return the facts that decide which kernels run on this rank, and in which order they add."""
     if device.type == "cuda":
         return f"torch {torch.__version__} on {torch.cuda.get_device_name(device)}"
     threads = torch.get_num_threads()

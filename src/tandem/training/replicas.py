@@ -1,7 +1,7 @@
 """Check that all ranks have the same weights, with checksums on the device.
 
-DDP makes ranks equal at the start and gives all of them the same gradients, and never checks again. After a
-task changes weights on one rank, or a GPU or memory fails silently, every step mixes different models.
+DDP makes ranks equal at the start, gives all of them the same gradients, and never checks again. If a task
+changes weights on one rank, or a GPU or memory fails silently, every later step mixes different models.
 """
 
 from collections import Counter
@@ -64,7 +64,7 @@ def check_replicas(
 
 
 def comparable(model: nn.Module) -> dict[str, Tensor]:
-    """Return what must be equal on all ranks: all parameters, and the statistics of SyncBatchNorm.
+    """Return the tensors that must be equal on all ranks: all parameters, and SyncBatchNorm's statistics.
 
     Other buffers are left out: BatchNorm's differ by design, and DDP broadcasts rank 0's before each forward
     pass.

@@ -49,14 +49,14 @@ log = logging.getLogger("tandem.run")
 
 COMPLETE = -1
 Redistribute = Callable[[list[dict[str, Any]], int, int], dict[str, Any]]
-"""A function (per-rank states of the ranks that saved, this rank, ranks now) -> this rank's state by name."""
+"""(states of the ranks that saved, this rank, number of ranks now) -> this rank's state by name."""
 
 
 @dataclass(frozen=True)
 class ResumePoint:
     """The start of this generation: the state to load (None: fresh) and its step, equal on all ranks.
 
-    `source`: where the state came from, for people. `is_from_memory`: it is a snapshot, and maybe in no
+    `source`: where the state came from, for people. `is_from_memory`: the state is a snapshot, maybe in no
     checkpoint. `slot`: the slot of this node that has it, or None. `generation`: this generation's number,
     which marks its snapshots. `weights`: the weights that a fresh run starts from. `scores`: of an evaluation
     at this step. `ended_of`: the number of planned steps of a run that the task ended here; else 0.
@@ -112,7 +112,7 @@ def begin(
         found = _Found(COMPLETE)
     elif world.is_first:
         store.open_for_writing()
-        # The run restarts from another state, so snapshots that other nodes still have do not count.
+        # The run restarts from another state, so snapshots on other nodes do not count.
         starts_over = config.resume == "never" or decision.moved_to is not None
         newest = where.newest() if shards else _best(there, has_own=bool(own))
         best = None if starts_over and grant.restart == 0 else newest
@@ -171,7 +171,7 @@ def _resume_point(
 
 
 class _NodeSnapshots(NamedTuple):
-    """What the node of a rank has in its memory, as ranks tell each other.
+    """The contents of a node's memory, as its ranks tell the other ranks.
 
     `snapshots`: {step as text: [slot, generation, digest of the skeleton]}. `own`: {step: generation} of the
     rank's own values. `pieces`: of sharded state, in its own regions.
@@ -186,7 +186,7 @@ class _NodeSnapshots(NamedTuple):
     def by(
         cls, node: int, regions: Sequence[NodeMemory], own: Mapping[int, Slot], pieces: Sequence[Piece]
     ) -> "_NodeSnapshots":
-        """Return what this rank has, in its node's shared `regions` and in its `own` one."""
+        """Return what this rank has, in its node's shared `regions` and in its `own` region."""
         found = {
             str(step): [*slot, skeleton_digest(regions[0], slot.number)]
             for step, slot in whole_slots(regions).items()
@@ -194,7 +194,7 @@ class _NodeSnapshots(NamedTuple):
         return cls(node, found, {str(step): slot.generation for step, slot in own.items()}, pieces)
 
     def has(self, step: int) -> tuple[int, str] | None:
-        """Return what identifies the snapshot of `step`, or None if it is not here."""
+        """Return the identity of the snapshot of `step`, or None if it is not here."""
         _, *identity = self.snapshots.get(str(step), [None])
         return tuple(identity) or None
 
@@ -225,7 +225,7 @@ class _Loaded(NamedTuple):
 
 
 def _shards_from_memory(world: ProcessGroup, grant: Grant, where: ShardMap, step: int) -> _Loaded:
-    """Return this rank's part of the snapshot of `step`, after all ranks have received what they lack."""
+    """Return this rank's part of the snapshot of `step`, once all ranks have received missing parts."""
     state = where.state_at(step)
     held = where.held(world.rank, state)
     own_slot = deliver(world, grant, where, state, held.own)
@@ -342,7 +342,7 @@ SHARED_INFO = ("eval", "ended_of", "owes_evaluation", "data")
 
 
 class _Found(NamedTuple):
-    """What to resume from: the state of a checkpoint, or the rank that has the snapshot."""
+    """The state to resume from: that of a checkpoint, or the rank that has the snapshot."""
 
     step: int
     state: dict[str, Any] | None = None
@@ -398,12 +398,12 @@ def _newest(
         found = store.newest(
             lambda step: _read(store, step, destinations, shards), passed_over, on_unloadable=cannot_load
         )
-    # The newest checkpoint may have been damaged, so the one that was found can be older than the snapshot.
+    # The newest checkpoint may be damaged, so the one that was found can be older than the snapshot.
     if snapshot is not None and (found is None or found[0] <= snapshot[0]):
         return _Found(snapshot[0], holder=snapshot[1])
     if found is not None:
         return found[1]
-    # Another run owns these, so damaged ones are passed over but not quarantined.
+    # Another run owns these, so damaged ones are skipped but not quarantined.
     for directory, step in decision.elsewhere:
         try:
             return _read(CheckpointStore(directory), step, destinations, shards)
@@ -411,7 +411,7 @@ def _newest(
             passed_over(step, str(error))
         except UnloadableError as error:
             cannot_load(step, str(error))
-    # A fresh start would abandon training that another version of torch or of the task can still load.
+    # A fresh start would abandon a checkpoint that another version of torch or of the task can still load.
     if unloadable:
         raise ConfigError(
             f"no checkpoint in {store.directory} can be loaded ({unloadable[0]}); use the versions it was "

@@ -42,7 +42,7 @@ On GPUs a snapshot costs more than the copy that is measured: the host prepares 
 is idle for a moment afterwards.
 """
 LONGEST_SECONDS = 60.0
-"""Longest interval of `--snapshot-every auto`, even if a copy a minute takes more than its share."""
+"""Longest interval of `--snapshot-every auto`, even if one copy a minute takes more than its share."""
 
 
 class CheckpointSource(Protocol):
@@ -71,11 +71,11 @@ class CheckpointSource(Protocol):
 
     @property
     def has_per_rank_state(self) -> bool:
-        """Whether the state has values that differ between ranks on purpose."""
+        """Whether the state has values that are meant to differ between ranks."""
         ...
 
     def per_rank_state(self) -> dict[str, Any]:
-        """Return what this rank keeps for itself, by name. Exchanges nothing."""
+        """Return this rank's own values, by name. Exchanges nothing."""
         ...
 
 
@@ -84,7 +84,7 @@ class Saver:
 
     `kept_slot` is the slot of this node that has the snapshot with which this generation began, and
     `own_slot` that of the snapshot of this rank's own values. `generation` is the generation's number.
-    `has_shards`: no rank has the whole state, so all of it is this rank's own. `copies` sends it to the next
+    `has_shards`: no rank has the whole state, so each rank's state is its own. `copies` sends it to the next
     node.
     """
 
@@ -148,18 +148,18 @@ class Saver:
         self._complete(scores or {})
 
     def begin(self, step: int) -> None:
-        """Start a save whose manifest, without which it does not count, waits for `save`.
+        """Start a save. Its manifest, without which it does not count, waits for `save`.
 
-        See `CheckpointWriter.save`. If the run fails before, `join_quietly` completes it without scores.
+        See `CheckpointWriter.save`. If the run fails before that, `join_quietly` completes it without scores.
         """
-        # Every rank takes part in gathering the state, so this is not under `if is_first`.
+        # Every rank takes part in gathering the state, so this must not be under `if is_first`.
         state = self._source.local_state() if self._has_shards else self._source.full_state()
         state = {**state, **self._source.checkpoint_extras(self._recorder, step)}
         self._begun = step
         self._scores = PendingScores()
         if self.writes:
             # The writer calls the lambda later, when `self._scores` may belong to the next save. That save
-            # waits for this one, so they would wait for each other.
+            # waits for this one, so the two would wait for each other.
             scores = self._scores
             self._writer.save(
                 step,
@@ -173,18 +173,18 @@ class Saver:
 
     @property
     def writes(self) -> bool:
-        """Whether this rank writes something of a checkpoint."""
+        """Whether this rank writes part of a checkpoint."""
         return self._has_shards or self._facts.world.is_first
 
     @property
     def begins_snapshots(self) -> bool:
-        """Whether the next snapshot here allocates memory first."""
+        """Whether the next snapshot here must first allocate memory."""
         here = [each for each in (self._snapshots, self._own) if each is not None]
         return any(not each.is_laid_out for each in here)
 
     @property
     def is_copying(self) -> bool:
-        """Whether this rank's last copy for the next node is still under way."""
+        """Whether this rank's last copy to the next node is still in progress."""
         return self._copies is not None and self._copies.is_busy
 
     def snapshot(self, step: int, has_lines: bool, may_copy: bool = False) -> None:
@@ -194,7 +194,7 @@ class Saver:
         """
         began = time.monotonic()
         if self._has_shards:
-            # Also without memory, because all ranks may have to take part.
+            # Do this even without memory, because all ranks may need to take part.
             own = self._source.local_state()
             with self._optional_snapshots(), self._copying(may_copy):
                 self._report(self._keep(step, {**own, "step": step}), began)
@@ -216,7 +216,7 @@ class Saver:
             self._report(only_copied, began)
 
     def _keep(self, step: int, own: Mapping[str, Any]) -> bool:
-        """Take a snapshot of the values that only this rank has; return as `Snapshots.take`."""
+        """Take a snapshot of the values that only this rank has; returns the same as `Snapshots.take`."""
         if self._own is None:
             return False
         of = [self._facts.world.rank, self._facts.world.size]
@@ -229,7 +229,7 @@ class Saver:
 
     @contextmanager
     def _copying(self, may_copy: bool) -> Iterator[None]:
-        """Let the next node copy the snapshot that is taken inside."""
+        """Let the next node copy the snapshot that is taken in this block."""
         if self._copies is None or self._own is None:
             yield
             return
@@ -325,9 +325,10 @@ class Saver:
 def snapshot_every(text: str, world: ProcessGroup, grant: Grant, strategy: Strategy) -> Cadence:
     """Resolve `--snapshot-every`; `auto` begins with the shortest interval, on CPUs every step.
 
-    It is an interval in seconds even then, so that rank 0 decides for all ranks: each measures other copies.
+    It is an interval in seconds even then, so that rank 0 decides for all ranks: each rank measures different
+    copies.
     """
-    # No rank has the whole state of a gradient exchange that each rank remembers for itself.
+    # If each rank remembers its own state of the gradient exchange, no rank has the whole state.
     is_divided = strategy.shards_state and not strategy.shards_parameters
     if is_divided or not grant.memories:
         return Cadence.parse("never")
@@ -346,7 +347,7 @@ def snapshot_interval(device: str, size: int, seconds: float) -> float:
 
 
 def warn_of_missing_score(keep_best: str | None, step: int, scores: Mapping[str, float]) -> None:
-    """Warn of a --keep-best name that no evaluation returns: a typo, which shows only at an evaluation."""
+    """Warn about a --keep-best name that no evaluation returns: a typo, which only an evaluation reveals."""
     if keep_best and scores and keep_best.partition(":")[0] not in scores:
         there = ", ".join(sorted(scores))
         log.warning("--keep-best %s: the evaluation at step %d returned only %s", keep_best, step, there)

@@ -1,4 +1,4 @@
-"""What ranks with shards do together at a start: read a sharded checkpoint, and check that all can write."""
+"""Read a sharded checkpoint on all ranks at a start, and check that all can write."""
 
 import errno
 import secrets
@@ -15,15 +15,15 @@ from tandem.distributed.group import ProcessGroup
 from tandem.errors import CheckpointError, ConfigError, CorruptCheckpointError, UnloadableError
 
 KINDS = {kind.__name__: kind for kind in (CorruptCheckpointError, UnloadableError, CheckpointError)}
-"""The errors of a read that ranks tell each other; the first is the most serious."""
+"""The read errors that ranks report to each other; the first is the most serious."""
 
 FULL = "full"
 
 
 class ShardedReading:
-    """Reads checkpoints of which each rank needs only its rows. Rank 0 chooses which, the others follow.
+    """Reads each rank's rows of a checkpoint. Rank 0 chooses the checkpoint, the others follow.
 
-    `state`: what this rank has read of the last one that all ranks could read.
+    `state`: this rank's part of the last checkpoint that all ranks could read.
     """
 
     def __init__(self, world: ProcessGroup, rows: Rows) -> None:
@@ -34,7 +34,7 @@ class ShardedReading:
     def read(self, store: CheckpointStore, step: int) -> tuple[dict[str, Any], Mapping[str, Any]]:
         """Return (rank 0's part of the state, info). Only rank 0 calls this, while the others `follow`.
 
-        Raises on rank 0 what any rank has found.
+        Raises any rank's error on rank 0.
         """
         self._world.broadcast_json([str(store.directory), step])
         return self._read(store, step)
@@ -71,7 +71,7 @@ class ShardedReading:
     def _confirm(self, store: CheckpointStore, step: int, rank: int, kind: str, what: str) -> None:
         """Raise CheckpointError on rank 0 if only another rank sees damage: its node has a bad mount.
 
-        Otherwise, rank 0 would set one valid checkpoint after the other aside.
+        Otherwise, rank 0 would quarantine one valid checkpoint after another.
         """
         if self._world.is_first and rank > 0 and kind == CorruptCheckpointError.__name__:
             store.verify(step)
@@ -84,7 +84,8 @@ class ShardedReading:
 def check_shared(world: ProcessGroup, where: PurePath) -> None:
     """Raise ConfigError on all ranks unless each node can write where rank 0 writes checkpoints.
 
-    Rank 0 creates a file with a random name in `where`, which the other nodes must find. They write one, too.
+    Rank 0 creates a file with a random name in `where`, which the other nodes must find. The other nodes
+    write one, too.
     """
     if world.position.nodes == 1:
         return
@@ -116,7 +117,7 @@ def _no_access(node: int, where: PurePath, problem: str) -> ConfigError:
 def _attempt(action: Callable[[], None]) -> str:
     """Return why `action` failed; empty if it did not, and FULL for a full volume.
 
-    A full volume is not an error here: someone may free it, and until then each save logs the problem.
+    A full volume is not an error here: someone may free space, and until then each save logs the problem.
     """
     try:
         action()

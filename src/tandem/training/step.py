@@ -1,4 +1,4 @@
-"""Take one optimizer step: forward, backward, accumulation, clipping, precision, and nothing else."""
+"""Take one optimizer step: forward, backward, accumulation, clipping and precision, nothing else."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -46,12 +46,12 @@ from tandem.training.precision import autocast
 from tandem.training.replay import ReplayCheck, check_possible
 
 SMALLEST_WEIGHT = 1e-12
-"""A step in which nothing counts changes nothing, instead of dividing by zero."""
+"""With this minimum, a step in which nothing counts changes nothing instead of dividing by zero."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What this rank contributes to a step: a stop request, and decisions as bits (see `loop.py`)."""
+    """This rank's contribution to a step: a stop request, and decisions as bits (see `loop.py`)."""
 
     stop: bool = False
     decisions: int = 0
@@ -89,7 +89,7 @@ class TrainingModule(nn.Module):
 
         The numbers are that loss, then the named sums with their counts.
         """
-        if batch is None:  # no sample for this rank: gradients of zero, which the exchange waits for
+        if batch is None:  # no sample for this rank: the exchange waits for its gradients, which are zero
             # The product with 0 keeps the graph: without a gradient for each parameter, this rank's buckets
             # would never be ready. Parts of a model may be on several GPUs, so each sum moves to the device
             # of the loss.
@@ -157,8 +157,8 @@ class TrainStep:
         self._precision = compute.precision
         self._seed = seed
         self._parameters = trained_by(task, model)
-        # Only the training module runs the compiled model: its names begin with `_orig_mod.`, which
-        # checkpoints must not have.
+        # Only the training module runs the compiled model, whose names begin with `_orig_mod.`: checkpoints
+        # must not have that prefix.
         trained = strategy.compiled(model, compute.compile) if compute.compile else model
         # The other two modes, reduce-overhead and max-autotune, use CUDA graphs.
         self._has_graphs = compute.compile not in (None, "default")
@@ -169,7 +169,7 @@ class TrainStep:
         # With freeze(), a parameter that requires no gradient now may be trained in a later epoch.
         self._guard.parameters = self._parameters
         delay = 1 if world.device.type == "cuda" else 0  # for the result of the ranks' exchange
-        # Only a run that stops looks for the culprit, so no other run keeps batches in memory.
+        # Only a run that stops looks for the culprit, so other runs keep no batches in memory.
         kept = 1 + delay if optimization.on_nonfinite == "stop" else 0
         self._recent: deque[tuple[int, Sequence[Any]]] = deque(maxlen=kept)
         self._clipping = Clipping(optimization, strategy, self._parameters, world)
@@ -195,14 +195,14 @@ class TrainStep:
         before = [p.requires_grad for p in self._parameters]
         self._task.freeze(self._model, epoch)
         changed = before != [p.requires_grad for p in self._parameters]
-        if changed:  # to an optimizer with weight decay or momentum, a gradient of zero is one
+        if changed:  # an optimizer with weight decay or momentum acts on a gradient of zero, too
             self._optimizer.zero_grad(set_to_none=True)
         return changed
 
     def repeat_on_others(self, compute: ComputeConfig, recorder: Recorder) -> ReplayCheck:
-        """Check steps from here on, whenever the result's `check_next_step` was called before.
+        """Check each later step before which the result's `check_next_step` was called.
 
-        Raises ConfigError where the check cannot be right.
+        Raises ConfigError if the check cannot be right.
         """
         check_possible(compute, self._world, self._strategy, self._model, self.may_miss_ranks)
         self.replay = ReplayCheck(
@@ -244,7 +244,7 @@ class TrainStep:
         self._module.train()
         is_told = self.is_restarted and known.devices == self._world.size
         device_flops = 0.0 if is_told else self._peak()
-        # The time of this trial step, with its compilation, does not belong to the first real step.
+        # The time of this dry step, including compilation, does not belong to the first real step.
         self.clock.pause()
         self.clock.begin_step()
         sync_bytes = self._strategy.sync_bytes([p for p in self._parameters if p.requires_grad])
@@ -254,7 +254,7 @@ class TrainStep:
         """Raise ConfigError if the loss calls collectives that do not work with unequal shares."""
         sizes = self._world.gather(0 if batch is None else batch_size_of(batch))
         misses = self.may_miss_ranks or 0 in sizes
-        # A rank without a batch has nothing to run. The others then raise without an exchange.
+        # A rank without a batch runs nothing. The others then raise without an exchange.
         if (len(set(sizes)) == 1 and not misses) or batch is None or self._strategy.shards_parameters:
             return
 
@@ -312,19 +312,18 @@ class TrainStep:
         exchanged = self._strategy.exchange(self._guard.look())
         consensus = self._reader.read(step, exchanged)
         skip = is_skipped(exchanged)
-        # The guard makes this call, because it may leave the step out. A closure needs the batches of this
-        # step.
+        # The guard makes this call, because it may skip the step. A closure needs the batches of this step.
         self._guard.step = partial(self._step, micro_batches, step)
         self._guard.update(skip, self._clipping.clip)
         return consensus
 
     def _step(self, micro_batches: Sequence[Any], step: int) -> None:
-        """Call the optimizer's step, with a closure if it needs one; some only show that by an error."""
+        """Call the optimizer's step, with a closure if it needs one; for some, only an error shows that."""
         if not self._needs_closure:
             try:
                 self._optimizer.step()
-            # A signature with an optional closure does not tell whether the optimizer works without one. If
-            # it does not, its first step fails; later errors have another cause.
+            # A signature with an optional closure does not show whether the optimizer works without one. If
+            # not, its first step fails; later errors have another cause.
             except Exception:
                 if self._has_stepped or not takes_closure(self._optimizer, must=False):
                     raise
@@ -374,9 +373,9 @@ class TrainStep:
         replay: ReplayCheck | None = None,
     ) -> None:
         device = self._world.device
-        # Here, not after the previous step, because its gradients could be inspected until now. With several
-        # micro-batches DDP's are kept: the first one's new gradients would not be in its buckets, which costs
-        # one more copy of all of them.
+        # Drop gradients here, not after the previous step, so that they can be inspected until now. With
+        # several micro-batches, DDP's are kept: new gradients of the first one would not be in DDP's buckets,
+        # which costs another copy of all of them.
         keeps = self._strategy.has_buckets and len(micro_batches) > 1
         self._optimizer.zero_grad(set_to_none=self.drops_gradients and not keeps)
         self._strategy.reset()

@@ -1,4 +1,4 @@
-"""Describe a run: its identity, the first log lines, the manifest's facts, the summary at the end."""
+"""Describe a run: its identity, its first log lines, the facts in manifests, and the final summary."""
 
 import logging
 import platform as machine

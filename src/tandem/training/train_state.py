@@ -1,4 +1,4 @@
-"""Build the task, data, model and optimizer, and define the checkpoint: all that the next step depends on."""
+"""Build the task, data, model and optimizer, and define the checkpoint: all that the next step needs."""
 
 import logging
 from collections.abc import Collection, Mapping, Set
@@ -103,7 +103,7 @@ class TrainState:
         self.strategy = strategies.load(compute.strategy, world, exchange, compute)
         flag = f"--strategy {compute.strategy}" if self.strategy.shards_parameters else ""
         self.task = TaskWithDefaults(load_task(run.task, run.task_fields, data.data_dir, data.download))
-        # The ranks of a node share its data directory, and two downloads would write the same files.
+        # The ranks of a node share a data directory, and two downloads would write the same files.
         world.once_per_node(self.task.prepare)
         check_methods(self.task)
         self.task_state = TaskState(self.task, world)
@@ -288,7 +288,7 @@ class TrainState:
 
 
 def check_uneven(shares: str, sync_batchnorm: bool) -> None:
-    """Raise ConfigError for settings that wait for all ranks inside a forward pass, which some may not run.
+    """Raise ConfigError for settings that need all ranks in a forward pass, which some ranks may not run.
 
     `shares` is the flag that shards the parameters, if any.
     """

@@ -40,7 +40,7 @@ SHOWN = 4
 
 
 def _found(source: PurePath, download: bool) -> PurePath:
-    """Return the path that `source` refers to, after a download if it names torchvision's weights."""
+    """Return the path that `source` refers to; downloads it first if it names torchvision's weights."""
     named = NAMED_WEIGHTS.fullmatch(str(source))
     # A file of that name wins over torchvision's weights.
     if named is not None and not (isinstance(source, Path) and exists(source)):
@@ -250,7 +250,7 @@ class InitialWeights:
     strict: bool
 
     def load(self, strategy: Strategy, model: nn.Module) -> None:
-        """Load what fits, and log what did not. Raises ConfigError if too little fits."""
+        """Load the tensors that fit, and log the others. Raises ConfigError if too few fit."""
         found = match_weights(self.tensors, model)
         (loaded, whole), share = found.elements, found.share
         summary = f"{_percent(share)} of the model's parameters ({loaded:,} of {whole:,})"
@@ -268,7 +268,7 @@ class InitialWeights:
 
 
 def _percent(share: float) -> str:
-    """Format to a tenth of a percent; only all is 100.0%."""
+    """Format to a tenth of a percent; only a share of 1 is 100.0%."""
     return f"{share:.1%}" if share == 1 else f"{min(round(share * 100, 1), 99.9)}%"
 
 

@@ -1,9 +1,9 @@
 """`tandem verify-resume -- COMMAND`: audit whether any training program resumes correctly.
 
 The program does not need to use tandem. The audit first runs the command twice without interruption, which
-shows what is not reproducible in the program itself. Then it runs the command several more times, kills it
-with SIGKILL at random moments after its first checkpoint, and starts it again until it ends. It compares the
-tensors and logged numbers of these runs, and reports the likely cause of a difference.
+shows which values the program itself does not reproduce. Then it runs the command several more times, kills
+it with SIGKILL at random moments after its first checkpoint, and restarts it until it finishes. It compares
+the tensors and logged numbers of these runs, and reports the likely cause of a difference.
 """
 
 import random
@@ -36,11 +36,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class AuditOptions:
-    """What to audit: the command, how to start it, and which of its outputs to compare.
+    """The command to audit, how to start it, and which of its outputs to compare.
 
-    `outputs` are patterns of files below its directory, all files if there are none. `log` is a regular
-    expression with named groups, for its output and its .log and .txt files. `kill_rank`: kill one process
-    of a job, not all.
+    `outputs` are patterns of files below its directory; without any, all files. `log` is a regular expression
+    with named groups, for its output and its .log and .txt files. `kill_rank`: kill one process of a job, not
+    all.
     """
 
     command: Sequence[str]
@@ -64,7 +64,7 @@ class AuditTrial:
     findings: list[AuditFinding] = field(default_factory=list)
     is_noisy: bool = False
     lost: int = 0
-    """Logged numbers that the kill has lost."""
+    """Number of logged values that the kill lost."""
 
     def __str__(self) -> str:
         killed = " and ".join(f"step {step}" if step else "an unknown step" for step in self.killed_at)
@@ -207,7 +207,7 @@ class Audit:
         with AuditedRun(self._audited, self._runs) as run:
             progress = run.finish(self._stop)
         if not succeeded(run):
-            # Users know the program's files by their names in the directory that was copied.
+            # Users know the program's files by their names in the copied directory.
             text = run.outputs()[-1].read_text(errors="replace").replace(f"{self._audited.work}/", "")
             lines = text.splitlines()
             raise run_failed(run.codes[-1], lines)
@@ -249,7 +249,7 @@ class Audit:
         before: dict[str, dict[float, float]],
         torn: Sequence[str],
     ) -> AuditTrial:
-        """Compare a killed run; `before` has what its logs had at the last kill."""
+        """Compare a killed run; `before` has the content of its logs at the last kill."""
         aligned = self._aligned(run)
         # Each start counts its own steps from 1.
         begun = [0, *((step or 1) - 1 for step in aligned.resumed_at)]
@@ -268,7 +268,7 @@ class Audit:
         trial.is_noisy = difference.within_noise > 0
         trial.first_step = difference.first_step
         trial.lost = difference.lost
-        # Which steps were done does not depend on noise.
+        # The steps that were done do not depend on noise.
         certain = [each for each in aligned.findings if each.kind in ("skipped", "repeated", "fewer-steps")]
         if difference:
             trial.difference = str(difference)
@@ -322,7 +322,7 @@ class Audit:
 
 
 def judged(trials: Sequence[AuditTrial], reference: Reference) -> AuditVerdict:
-    """Return the verdict on all killed runs."""
+    """Return the verdict about all killed runs."""
     counts: Counter[str] = Counter()
     first: dict[str, AuditFinding] = {}
     for trial in trials:

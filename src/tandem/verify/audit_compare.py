@@ -1,7 +1,7 @@
 """Compare the outputs of a killed run with those of uninterrupted runs: tensors and numbers, bit by bit.
 
-Two uninterrupted runs show what is not reproducible in the program itself. If a value differs between them, a
-killed run's value may differ from theirs by the same amount.
+Two uninterrupted runs show which values the program itself does not reproduce. If a value differs between
+them, a killed run's value may differ from theirs by the same amount.
 """
 
 import math
@@ -16,9 +16,9 @@ from tandem.verify.audit_files import Leaf, UnreadableError, has_tensors, read
 from tandem.verify.audit_logs import TIMES, is_same, key_of
 
 FACTOR = 3.0
-"""A difference of up to this many times the distance between the two uninterrupted runs counts as noise."""
+"""A difference of at most this many times the distance of the two uninterrupted runs counts as noise."""
 TOO_NOISY = 0.05
-"""If two uninterrupted runs differ by more than this, relative to the values, a comparison shows nothing."""
+"""If two uninterrupted runs differ by more than this, relative to the values, a comparison proves nothing."""
 Series = Mapping[str, Mapping[float, float]]
 """{name of a logged value: {step: value}}."""
 
@@ -48,7 +48,7 @@ class Difference:
     within_noise: int = 0
     logged: int = 0
     lost: int = 0
-    """Numbers that are missing in the middle of a log: the kill came before they were written."""
+    """Numbers missing in the middle of a log: the kill came before they were written."""
 
     @property
     def first_step(self) -> float | None:
@@ -84,7 +84,7 @@ class Reference:
         self.unreadable: list[str] = []
         self.count = 0
         ours, theirs = one.tensor_files(), other.tensor_files()
-        # A file that only one of two equal runs has shows nothing.
+        # A file that only one of two equal runs has proves nothing.
         self._files = {key: path for key, path in ours.items() if key in theirs}
         for key, path in self._files.items():
             try:
@@ -154,7 +154,7 @@ class Reference:
                     found.within_noise += 1
                 elif now is None and step < max(theirs, default=step):
                     found.lost += step in self._other.logs.get(name, {})
-                # A step that only one of two equal runs has logged shows nothing.
+                # A step that only one of two equal runs has logged proves nothing.
                 elif now is not None or step in self._other.logs.get(name, {}):
                     found.logs.append((step, name, now, before))
                     break

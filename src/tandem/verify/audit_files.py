@@ -38,7 +38,7 @@ STORAGES = {
     "BoolStorage": torch.bool, "UntypedStorage": torch.uint8,
 }  # fmt: skip
 Leaf = Tensor | float
-"""What is compared: a tensor or a number."""
+"""A value to compare: a tensor or a number."""
 
 
 class UnreadableError(Exception):
@@ -63,7 +63,7 @@ def read(path: Path) -> dict[str, Leaf]:
         return dict(leaves(_torch(path)))
     except UnreadableError:
         raise
-    # A damaged file makes its reader raise anything.
+    # A reader may raise any error for a damaged file.
     except Exception as error:
         raise UnreadableError(f"{path.name}: {one_line(error)}") from error
 
@@ -121,7 +121,7 @@ class PickledObject:
     items: dict[Any, Any]
     members: list[Any]
 
-    # Not in __init__, which pickle does not call for most objects.
+    # Do not set them in __init__, which pickle does not call for most objects.
     def __new__(cls, *arguments: Any, **options: Any) -> "PickledObject":
         found = super().__new__(cls)
         found.arguments = arguments
@@ -197,7 +197,7 @@ class _Restricted(pickle.Unpickler):
             return known[module, name]
         if module == "torch" and name in STORAGES:
             return STORAGES[name]
-        # A new class, because pickle calls `cls.__new__` and compares types.
+        # This must be a new class, because pickle calls `cls.__new__` and compares types.
         return type(name, (PickledObject,), {"__module__": module})
 
     def persistent_load(self, pid: Any) -> Tensor:

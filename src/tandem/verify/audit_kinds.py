@@ -1,4 +1,4 @@
-"""The known kinds of resume bug: their names, and what fixes each. Standard library only."""
+"""The known kinds of resume bugs: their names and fixes. Standard library only."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,7 +8,7 @@ from tandem.verify.audit_logs import is_same
 
 
 class Kind(NamedTuple):
-    """A kind of resume bug: one phrase, and what to do about it."""
+    """A kind of resume bug, in one phrase, and its fix."""
 
     title: str
     fix: str
@@ -69,7 +69,7 @@ KINDS: Mapping[str, Kind] = {
         "look for counters, hidden states and generators of your own",
     ),
 }
-"""In the order of a report: a kind may be the cause of those after it."""
+"""The kinds in the order of a report: one may cause those after it."""
 
 EMA = re.compile(r"(?:^|[.:_/])(?:ema|swa|shadow|averaged?|avg)(?:$|[._/])|ema_|_ema|n_averaged", re.I)
 SCALER = re.compile(r"(?:^|[.:_/])(?:grad_?scaler|scaler)(?:$|[._/])|growth_tracker", re.I)

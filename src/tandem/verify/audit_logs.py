@@ -1,4 +1,4 @@
-"""Read numbers by step from what training programs log, without their libraries.
+"""Read numbers by step from the logs of training programs, without their libraries.
 
 Known formats: JSON lines, transformers' trainer_state.json, CSV (such as Lightning's metrics.csv), and the
 event files of TensorBoard. A regular expression reads any other text. Standard library only.
@@ -15,7 +15,7 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 STEP_NAMES = ("global_step", "step", "iteration", "iter", "batch", "epoch")
-"""What a step is called, the most precise name first."""
+"""Names for a step, the most precise one first."""
 TIMES = re.compile(
     r"(?:^|[_./ ])(?:time|secs?|seconds|runtime|elapsed|duration|eta|timestamp|throughput|speed|memory)"
     r"(?:$|[_./ ])|per_sec|walltime|/s$",
@@ -47,7 +47,7 @@ def numbers_of(value: Any, name: str = "") -> dict[str, float]:
 
 
 def row_of(values: dict[str, float]) -> Row:
-    """Return the row of these numbers, whose step is the value with the most precise name."""
+    """Return the row of these numbers; its step is the value with the most precise name."""
     names = {name.lower(): name for name in reversed(values)}
     step = next((names[each] for each in STEP_NAMES if each in names), None)
     return Row(values[step] if step is not None else None, {k: v for k, v in values.items() if k != step})
@@ -182,7 +182,7 @@ def _scalar(field: tuple[int, Any]) -> dict[str, float]:
 
 
 def reader_of(path: PurePath, pattern: re.Pattern[str] | None) -> Callable[[bytes], list[Row]] | None:
-    """Return the reader of a file, known by its name; None if no reader knows it."""
+    """Return the reader for a file, by its name; None if there is none."""
     if path.name == "trainer_state.json":
         return trainer_state
     if ".tfevents." in path.name:
@@ -197,7 +197,7 @@ def reader_of(path: PurePath, pattern: re.Pattern[str] | None) -> Callable[[byte
 
 
 def key_of(path: PurePath) -> str:
-    """Return the name of the log that a file is part of: a restart may continue it in another file.
+    """Return the name of the log to which a file belongs: a restart may continue it in another file.
 
     Lightning starts a new directory version_N, and TensorBoard a new event file.
     """

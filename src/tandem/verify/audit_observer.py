@@ -1,8 +1,8 @@
 """Observe the optimizer steps of an unmodified program: one line of digests for each step.
 
 The audit puts a copy of this file on PYTHONPATH as the module `sitecustomize`, so Python imports it before
-the program. It imports nothing of tandem, draws no random numbers and changes no tensor. Anything that it
-cannot read is left out, and an error here never reaches the program.
+the program. It imports nothing from tandem, draws no random numbers and changes no tensor. It leaves out
+anything that it cannot read, and an error here never reaches the program.
 
 A line is a JSON object. Each digest is 16 hexadecimal digits:
 
@@ -36,10 +36,10 @@ FOLDER = "TANDEM_AUDIT_STEPS"
 """The variable with the directory for the lines: one file per process, named RANK-PID."""
 MOST_STEPS = 20_000
 MOST_BYTES = 2**20
-"""Of a larger tensor, evenly spaced elements are digested: a lost state differs everywhere."""
+"""The digest of a larger tensor is of evenly spaced elements: a lost state differs everywhere."""
 MOST_ROWS = 256
 MOST_AHEAD = 16
-"""How many batches a framework may fetch before it uses the first of them."""
+"""Batches that a framework may fetch before it uses the first one."""
 
 
 def digest(parts: Iterable[bytes]) -> str:
@@ -66,7 +66,7 @@ def _parameters(optimizer: Any) -> list[Any]:
 
 
 class Observer:
-    """The hooks, and what they have seen since the last step."""
+    """The hooks, and their records since the last step."""
 
     def __init__(self, torch: Any, folder: str) -> None:
         self._torch = torch
@@ -116,11 +116,11 @@ class Observer:
             self._rows += [digest([self._bytes(row)]) for row in first]
 
     def _record_position(self, inputs: set[str]) -> None:
-        """Find the batch that the model received: frameworks fetch further ones before they use the first."""
+        """Find the batch that the model received: frameworks fetch more batches before they use the first."""
         last, *ahead = self._batches
-        # The batch that was found last comes last, because most are used once.
+        # Search the batch that was found last at the end, because most are used once.
         found = max([*ahead, last], key=lambda each: len(inputs & each[2]))
-        if not inputs & found[2]:  # the program has changed it: augmented, split or moved
+        if not inputs & found[2]:  # the program has augmented, split or moved it
             found = self._batches[-1]
         while self._batches[0] is not found:
             self._batches.popleft()
@@ -128,7 +128,7 @@ class Observer:
         self._indices += indices if len(indices) <= MOST_ROWS else ()
 
     def forget_batches(self) -> None:
-        """Leave out positions until the next batch: one could not be read."""
+        """Leave out positions until the next batch, because one could not be read."""
         self._batches.clear()
 
     def after_fetch(self, data_pass: int, indices: Any, batch: Any) -> None:
@@ -190,7 +190,7 @@ class Observer:
             self._forget()
 
     def _before(self, optimizer: Any) -> dict[str, Any]:
-        """Describe what the step begins with."""
+        """Describe the state at the start of the step."""
         groups = optimizer.param_groups
         params = _parameters(optimizer)
         return {
@@ -207,7 +207,7 @@ class Observer:
         params = _parameters(optimizer)
         grads = [digest([self._bytes(each.grad)]) for each in params if each.grad is not None]
         return {
-            # Sorted, because a restart may list the parameters in another order.
+            # Sort them, because a restart may list the parameters in another order.
             "grads": digest(each.encode() for each in sorted(grads)),
             "inputs": self._inputs,
             "rows": self._rows,
@@ -260,7 +260,7 @@ class Observer:
         return 1
 
     def _open(self) -> int:
-        # Opened at the first step, because most processes of a job never step.
+        # Open it at the first step, because most processes of a job never step.
         if self._file is None:
             name = f"{os.environ.get('RANK', '0')}-{os.getpid()}"
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
@@ -327,12 +327,12 @@ def install(torch: Any, folder: str) -> None:
     for step in steps:
         try:
             step()
-        except Exception:  # an older or newer torch, which the audit then knows less about
+        except Exception:  # with an older or newer torch, the audit knows less
             continue
 
 
 class AfterTorch(importlib.abc.MetaPathFinder):
-    """Calls `install` once the program has imported torch. Importing it here would slow all programs."""
+    """Calls `install` once the program has imported torch. An import here would slow down all programs."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder

@@ -1,7 +1,7 @@
 """Start any program in a copy of its directory, kill it while it trains, and start it again.
 
-The program does not need to use tandem. It is observed from outside: by the files that it writes, its output,
-and the steps that `audit_observer` records.
+The program does not need to use tandem. It is observed from outside, through its files, its output, and the
+steps that `audit_observer` records.
 """
 
 import os
@@ -26,11 +26,11 @@ from tandem.verify.audit_files import has_tensors
 from tandem.verify.watched_run import kill_tree
 
 WORK = "{work}"
-"""In a word of the command, or in a variable: the directory of one run's outputs."""
+"""Placeholder, in the command or a variable, for the directory of one run's outputs."""
 MOST_COPIED = 2**30
 NOT_COPIED = (".git", ".hg", ".venv", "venv", "node_modules", "__pycache__", ".mypy_cache", ".ruff_cache")
 SLOWER = 10
-"""A restart that takes this many times as long as an uninterrupted run does not end by itself."""
+"""A restart that takes this many times as long as an uninterrupted run counts as hung."""
 Popen = Callable[..., "subprocess.Popen[Any]"]
 
 
@@ -41,10 +41,11 @@ def launched(command: Sequence[str], launcher: str, nproc: int) -> list[str]:
     if words[0].endswith(".py"):
         words.insert(0, python)
     if set(Path(words[0]).parts) & set(NOT_COPIED):
-        # Such as .venv/bin/python. Not resolved, because its link names the virtual environment.
+        # For example .venv/bin/python. Do not resolve it, because its link identifies the virtual
+        # environment.
         words[0] = os.path.abspath(words[0])
     if Path(words[0]).name.startswith("python"):
-        # The launcher of the environment in which the program runs.
+        # Use the launcher of the environment in which the program runs.
         python = words[0]
     if launcher == "torchrun":
         # --standalone: a free port, because killed runs may keep theirs for a while.
@@ -78,7 +79,7 @@ class Audited:
 
     @property
     def work(self) -> Path:
-        # All runs use one path in turn, so that no path makes two runs differ.
+        # All runs use the same path in turn, so that paths cannot make two runs differ.
         return self.folder / "work"
 
     def prepare(self) -> None:
@@ -177,12 +178,12 @@ class AuditedRun:
 
     def __exit__(self, *_error: object) -> None:
         self._kill_all()
-        # The work directory is needed by the next run.
+        # The next run needs the work directory.
         self.audited.work.rename(self.folder)
 
     @property
     def folder(self) -> Path:
-        """The directory of the outputs, once the block is left."""
+        """The directory of the outputs, after the block."""
         return self.audited.folder / f"run-{self.number}"
 
     def outputs(self) -> list[Path]:
@@ -209,7 +210,7 @@ class AuditedRun:
             for tensors in (False, True):
                 if tensors not in seen and self._has_saved(tensors):
                     seen[tensors] = self._steps_begun(), time.monotonic() - began
-            # A large directory takes longer to read, and the program needs the processor too.
+            # A large directory takes longer to read, and the program also needs the processor.
             time.sleep(max(AUDIT_POLL_SECONDS, 5 * (time.monotonic() - looked)))
         steps, seconds = seen.get(True) or seen.get(False) or (0, 0.0)
         return AuditProgress(steps, self._steps_begun(), seconds, time.monotonic() - began, True in seen)
@@ -217,11 +218,11 @@ class AuditedRun:
     def kill(self, progress: AuditProgress, share: float, stop: StopFlag, one: random.Random | None) -> bool:
         """Kill this start at a share (0 to 1) of its steps after the first checkpoint; False: it ended first.
 
-        With `one`, only one process is killed, chosen by it: a rank if there are several.
+        With `one`, only one process is killed, chosen at random with it: a rank if there are several.
         """
         self._start()
         began = time.monotonic()
-        # A program that saves at the end only is killed anywhere.
+        # A program that saves only at the end is killed anywhere.
         is_saved = bool(self.killed_at) or not progress.saves_midway
         first = 1 if is_saved else progress.steps_at_save + 1
         last = max(first, progress.steps - 2 - sum(self.killed_at))
@@ -236,7 +237,7 @@ class AuditedRun:
                 if one is not None:
                     self._kill_one(one, stop)
                 self._kill_all()
-                # Counted now, because more steps may have begun before the signal arrived.
+                # Count now, because more steps may have begun before the signal arrived.
                 self.killed_at.append(self._steps_begun())
                 return True
             if time.monotonic() > limit:
@@ -279,7 +280,7 @@ class AuditedRun:
         if self._process is None or self._process.poll() is None:
             return self._process is None
         code = self._process.returncode
-        # Workers of a DataLoader may outlive a program that has failed.
+        # DataLoader workers may outlive a program that has failed.
         self._kill_all()
         self.codes.append(code if code >= 0 else 128 - code)
         return True

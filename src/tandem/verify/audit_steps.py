@@ -1,8 +1,8 @@
 """Align the optimizer steps after a restart with those of an uninterrupted run, and find what differs.
 
 `audit_observer` has recorded the steps. A restart resumes at the step of the uninterrupted run that starts
-with the same weights. All other parts of that step must then be equal as well. A part that differs has not
-been restored by the program. Standard library only.
+with the same weights. All other parts of that step must then be equal as well. If a part differs, the program
+has not restored it. Standard library only.
 """
 
 import json
@@ -48,7 +48,7 @@ class Step:
 
     @property
     def samples(self) -> Sequence[object]:
-        """What identifies its samples: positions in the dataset, or contents."""
+        """The identity of its samples: positions in the dataset, or contents."""
         return self.indices or self.rows or self.inputs
 
 
@@ -72,7 +72,7 @@ def read_steps(folder: Path) -> dict[int, list[list[Step]]]:
 
 @dataclass
 class Alignment:
-    """Where each restart resumed (1: the first step; None: unknown), and what differs there."""
+    """The step at which each restart resumed (1: the first; None: unknown), and the differences there."""
 
     resumed_at: list[int | None] = field(default_factory=list)
     findings: list[AuditFinding] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Alignment:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The steps of one rank in two uninterrupted runs, which show what is reproducible at all."""
+    """The steps of one rank in two uninterrupted runs, which show what is reproducible."""
 
     steps: Sequence[Step]
     again: Sequence[Step]
@@ -116,7 +116,7 @@ def align(
     found = Alignment()
     history: list[Step] = list(processes[0]) if processes else []
     for number, steps in enumerate(processes[1:], 1):
-        # What the killed process did itself is the best reference for a program that is not deterministic.
+        # The killed process's own steps are the best reference for a program that is not deterministic.
         reference = [*history, *baseline.steps[len(history) :]]
         at = _position(reference, steps[0])
         found.resumed_at.append(None if at is None else at + 1)
@@ -168,12 +168,12 @@ class _Restart:
         self._at = at
         self._rank = rank
         self._ended = ended
-        # How many steps are missing at the end; negative if there are more than planned.
+        # The number of steps missing at the end; negative if there are more than planned.
         self._missing = len(self._base) - at - len(steps) if ended else 0
         self._moved_to: int | None = None
 
     def findings(self) -> list[AuditFinding]:
-        # The data first: its position explains a learning rate that follows it.
+        # Check the data first: its position explains a learning rate that depends on it.
         data = self._data()
         optimizer = self._optimizer()
         found = [
@@ -253,7 +253,7 @@ class _Restart:
         return [] if now == before else [self._finding(kind, f"{text} at step {self._at + 1}")]
 
     def _data(self) -> list[AuditFinding]:
-        """Say how the batches differ from those of the same steps."""
+        """Report how the batches differ from those of the same steps."""
         first = self._first("inputs")
         if first is None:
             return []
@@ -294,7 +294,7 @@ class _Restart:
         if self._missing < 0 and at == start:
             return self._finding("repeated", f"{text}, and there are {-self._missing} steps too many", at)
         other = max(each for each in starts if each <= match)
-        # The same place in an earlier epoch: the position is right, and the epoch's order is not.
+        # It is the same place in an earlier epoch: the position is right, but the epoch's order is wrong.
         if other < start and match - other == at - start:
             return self._finding("order-repeats", f"{text}, of an earlier epoch", at)
         where = ", the first of its epoch" if match == start else ", the first of an earlier epoch"
@@ -306,12 +306,12 @@ class _Restart:
         due = Counter(_samples(self._base[at:end]))
         got = Counter(_samples(self._steps[first : first + end - at]))
         epoch = Counter(_samples(self._base[start:end]))
-        # A new order whose first batches are skipped, as many as were used: the order is what was lost.
+        # As many first batches of a new order are skipped as were used, so the order was lost.
         now = self._steps[first].data_pass
         has_length = now is not None and end - at == sum(
             step.data_pass == now for step in self._steps[first:]
         )
-        # A process that was killed soon shows too little to tell whether they were skipped.
+        # A process that was killed early has too few steps to tell whether they were skipped.
         is_short = not self._ended and len(self._steps) - first < end - at
         is_order = at == start or is_short or (has_length and not self._missing)
         if due == got or (not got - epoch and is_order):

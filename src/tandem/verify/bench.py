@@ -1,8 +1,8 @@
 """`tandem bench --compare single,dp,ddp,fsdp`: train a task under each strategy and compare the results.
 
-Each result is from a real `tandem launch`, one after the other. In a round, each strategy has one turn, and
-every round begins with a different one, so that background load affects all strategies equally. Ratios
-compare runs of the same round.
+Each result is from a real `tandem launch`; they run one after another. Each round has one run per strategy
+and begins with a different one, so that background load affects all strategies equally. Ratios compare runs
+of the same round.
 """
 
 import json
@@ -29,7 +29,7 @@ from tandem.verify.watched_run import WatchedRun, rank_processes
 ROUNDS = 3
 STEPS = 120
 """A run's samples/s exclude its first 20 steps."""
-# The fewest ranks that exchange gradients.
+# The smallest number of ranks that exchange gradients.
 CPU_RANKS = 2
 LOG_LINES = 10
 PEAK = re.compile(r"^tandem_torch_memory_peak_bytes\{[^}]*\} (\S+)", re.MULTILINE)
@@ -40,7 +40,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class Mode:
-    """A strategy, its ranks, and its results by round; `problem`: why it has none."""
+    """A strategy, its ranks, and its results by round; `problem`: why it has no results."""
 
     name: str
     ranks: int
@@ -79,7 +79,7 @@ class Mode:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What the command line asks for."""
+    """The options on the command line."""
 
     names: list[str]
     rounds: int = ROUNDS
@@ -222,7 +222,7 @@ def _look(session: int, peaks: dict[int, int]) -> None:
             status = Path(f"/proc/{pid}/status").read_text()
         except OSError:  # it has ended in the meantime
             continue
-        # The kernel's high-water mark: a peak between two looks counts as well.
+        # The kernel's high-water mark also counts a peak between two checks.
         found = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
         if found:
             peaks[rank] = max(peaks.get(rank, 0), int(found[1]) * 1024)
@@ -256,7 +256,7 @@ def table(modes: Sequence[Mode], on_gpus: bool) -> str:
                 f"{mode.loss_difference(reference):.1g}" if mode.losses else "-",
             ]
         )
-    # The reason of a strategy without results is one long cell, which must not widen a column.
+    # The reason why a strategy has no results is one long cell, which must not widen a column.
     full = [row for row in rows if len(row) == len(heads)]
     widths = [max(len(row[column]) for row in full) for column in range(len(heads))]
     return "\n".join(

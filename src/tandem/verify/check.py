@@ -56,8 +56,8 @@ class Finding(NamedTuple):
 class TaskParts:
     """The progress of `check`: a line when a part begins, with the remaining time from the second part on.
 
-    The first part gives the estimate: all parts take about as long, and the last, which starts twice, half as
-    long again.
+    The first part gives the estimate: all parts take about as long, and the last one, which starts twice,
+    half as long again.
     """
 
     COUNT = 4
@@ -74,7 +74,7 @@ class TaskParts:
         if self._number == 2:
             self._each = self._clock() - self._began
         left = self._each * (self.COUNT - self._number + self.LAST)
-        # The estimate is no more precise than 10 s, and too long is better than too short.
+        # The estimate has a precision of 10 s, and too long is better than too short.
         to_go = f"; about {format_duration(10 * math.ceil(left / 10))} to go" if self._number > 1 else ""
         return Finding(f"{self._number} of {self.COUNT}", f"{what}{to_go}")
 
@@ -94,7 +94,7 @@ def check(
                 say_now(str(finding))
                 found.append(finding)
         except RunFailedError as error:
-            # A rejected setting or task is the user's mistake. It is not a finding about a task that runs.
+            # A rejected setting or task is the user's mistake, not a finding about a task that runs.
             if error.exit_code == MISTAKEN:
                 raise
             found.append(Finding("wrong", f"a run ended with exit code {error.exit_code}: {error}"))
@@ -146,12 +146,12 @@ def with_progress_lines(say: Say) -> Iterator[Say]:
 def findings(
     settings: Settings, arguments: Sequence[str], environ: Mapping[str, str], stop: StopFlag
 ) -> Iterator[Finding]:
-    """Yield the findings as they are found, and a line when each part begins."""
+    """Yield each finding at once, and a line when each part begins."""
     parts = TaskParts(time.monotonic)
     with tempfile.TemporaryDirectory(prefix="tandem-check-") as name:
         folder = Path(name)
         steps = min(settings.run.steps or STEPS, STEPS)
-        # Kernels of GPUs may add in any order, which would hide what the task itself does differently.
+        # GPU kernels may add in any order, which would hide differences that the task itself causes.
         runner = Runner([*arguments, f"--nproc={RANKS}", "--device=cpu"], environ, folder, steps, stop)
         yield parts.next(f"a run of {steps} steps on {RANKS} ranks")
         baseline = runner.uninterrupted()
@@ -163,13 +163,13 @@ def findings(
         wrong = any(f.level == "wrong" for f in compared(ranks))
         yield parts.next("the same run again")
         if again := difference(baseline, runner.uninterrupted()):
-            # The probes have named the method that differs, and this is its consequence.
+            # The probes have reported the method that differs, and this is its consequence.
             if not wrong:
                 yield Finding("wrong", f"two uninterrupted runs differ: {again}; {SEE['task']}", task)
             return  # killed runs would differ as well
         yield Finding("ok", "two uninterrupted runs are bit-identical")
         yield parts.next("a run that is killed and resumed")
-        # No seed: a check that is repeated kills at another step.
+        # There is no seed: a repeated check kills at another step.
         trial = next(runner.trials(baseline, 1, random.Random()))
         if trial.difference is None:
             yield Finding("ok", str(trial))
@@ -208,7 +208,7 @@ def facts_of_ranks(settings: Settings, environ: Mapping[str, str], folder: Path)
     command = [sys.executable, "-m", "tandem.verify.probe", str(given)]
     # Gloo would otherwise look up the host's name, which may not resolve. No run uses a GPU.
     environment = safe_path({**environ, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""})
-    # Files, because a rank that fills a pipe while another one's is read waits, and so does the other one.
+    # Use files: a rank that fills its pipe while another's is being read would block, and so would the other.
     outputs = [folder / f"rank-{rank}.out" for rank in range(RANKS)]
     with ExitStack() as opened:
         started = [
@@ -236,7 +236,7 @@ def _facts(process: "subprocess.Popen[bytes]", written: Path) -> ProbeResults:
     output, errors = (path.read_text(errors="replace") for path in (written, written.with_suffix(".err")))
     if process.returncode != FINISHED:
         raise RunFailedError((errors.strip() or f"code {process.returncode}").splitlines()[-1], FAILED)
-    # Only the last line: the task may print its own lines before.
+    # Read only the last line: the task may print its own lines before it.
     facts, unpicklable, task = json.loads(output.splitlines()[-1])
     return ProbeResults(
         [Fact(*each) for each in facts], [(location, text) for location, text in unpicklable], task

@@ -40,7 +40,7 @@ def demo(run_dir: Path, environ: Mapping[str, str], stop: StopFlag, say: Callabl
         raise ConfigError(f"{run_dir} already exists; choose a new directory with --run-dir")
     try:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
-        # A read-only place is reported here, and not by a launch whose log cannot be opened.
+        # Report a read-only location here, not by a launch that cannot open its log.
         run_dir.with_suffix(".log").touch()
     except OSError as error:
         raise ConfigError(
@@ -49,13 +49,13 @@ def demo(run_dir: Path, environ: Mapping[str, str], stop: StopFlag, say: Callabl
     flags = [str(word) for pair in {**FLAGS, "--run-dir": run_dir}.items() for word in pair]
     say(f"training {FLAGS['--task']} on two simulated nodes of this machine, one rank each (about 30 s)")
     with WatchedRun([sys.executable, "-m", "tandem", "launch", *flags], environ, run_dir) as run:
-        with suppress(NothingResumedError):  # it finished before the kill: the last lines show that
+        with suppress(NothingResumedError):  # it finished before the kill, as the last lines show
             step = run.kill(Kill(KILLED_AT, 1), stop)
             say(f"step {step}: killed rank 1 on node 1 with SIGKILL; live page: {_page(run_dir)}")
         run.finish(stop)
     files = RunDir(run_dir).files()
     killed = [each for each in files.events() if each.get("kind") == "rank_killed"]
-    # There is none if the run finished before the kill.
+    # No event exists if the run finished before the kill.
     for each in killed[:1]:
         after = format_duration(each["seconds"])
         say(f"{after} later both ranks trained again; steps lost: {each['steps_lost']}")

@@ -1,6 +1,6 @@
 """`tandem doctor`: report what this machine or container provides for a run, and any problems.
 
-It changes nothing: it writes and removes one small file on the run's volume.
+It changes nothing, except that it writes and removes one small file on the run's volume.
 """
 
 import os
@@ -64,7 +64,7 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(settings: Settings, environ: Environment) -> Diagnosis:
-    """Return all facts and checks; a fact that cannot be determined says why in its own line."""
+    """Return all facts and checks; the line of a fact that cannot be determined says why."""
     facts = dict(_lines(settings, environ))
     checks = [*_position_checks(settings, environ), *findings(settings), *machine.container_findings(environ)]
     checks += cache_findings(default_folder())
@@ -167,7 +167,7 @@ def _of_limit(cache: CacheContents) -> str:
 
 
 def cache_findings(folder: Path) -> Iterator[ConnectivityProblem]:
-    """Check that the block cache in a folder can be used and has room to grow; nothing if there is none."""
+    """Check that the block cache in a folder, if there is one, can be used and has room to grow."""
     name = "block cache"
     remedy = "use another cache_dir in tar_blocks()"
     try:

@@ -23,7 +23,7 @@ from tandem.run.directory import RunDir
 from tandem.text import first_line, format_duration
 from tandem.timeouts import CLOCK_SKEW_SECONDS, LEAVE_SECONDS, TOOL_ANSWER_SECONDS
 
-# Check the container runtimes of Slurm jobs: Apptainer or Singularity, and Pyxis with Enroot.
+# Check container runtimes for Slurm jobs: Apptainer or Singularity, and Pyxis with Enroot.
 #
 # A runtime that is not installed has no line.
 
@@ -175,7 +175,7 @@ def volume(run_dir: Path, save_bytes: float = 0.0) -> Iterator[ConnectivityProbl
     A directory that does not exist yet is judged by its nearest existing parent.
     """
     there = next(each for each in (run_dir.absolute(), *run_dir.absolute().parents) if each.exists())
-    # First, because access(2) fails on a read-only mount as well, where chown does not help.
+    # Check this first, because access(2) also fails on a read-only mount, where chown does not help.
     if os.statvfs(there).f_flag & os.ST_RDONLY:
         yield ConnectivityProblem(
             "run volume", "fail", f"{there} is read-only", "mount it for writing, or use another --run-dir"
@@ -212,7 +212,7 @@ def _owner(folder: Path, is_run: bool) -> ConnectivityProblem:
     if is_run and seen.st_uid != me:
         remedy = f"run as user {seen.st_uid}, who may otherwise be unable to read the files written"
         return ConnectivityProblem("owner", "warn", who, remedy)
-    # Only the run's directory: a parent such as /tmp is writable for all on purpose.
+    # Check only the run's directory: a parent such as /tmp is meant to be writable for all.
     if is_run and mode & stat.S_IWOTH:
         return ConnectivityProblem("owner", "warn", f"{who}: anyone can write there", f"`chmod o-w {folder}`")
     return ConnectivityProblem("owner", "pass", who)
@@ -222,7 +222,7 @@ def _written(folder: Path) -> ConnectivityProblem:
     """Write a file in the way a checkpoint is committed: write, fsync, rename, fsync of the directory."""
     name = "run volume"
     try:
-        # On the volume itself, because rename(2) works only within one file system.
+        # Use the volume itself, because rename(2) works only within one file system.
         with tempfile.TemporaryDirectory(prefix=".tandem-doctor-", dir=folder) as made:
             first = Path(made) / "new"
             last = Path(made) / "committed"

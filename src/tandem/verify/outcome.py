@@ -1,4 +1,4 @@
-"""The results of a run, and how two runs differ: bit by bit, by the first step and the first tensor."""
+"""Compare the results of two runs bit by bit, and report the first step and the first tensor that differ."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ NOT_STATE = ("model", "log")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is compared: the last checkpoint, by section, and the values of each line of the loss log."""
+    """The values to compare: the last checkpoint, by section, and each line of the loss log."""
 
     step: int
     weights: dict[str, Any]
@@ -99,7 +99,8 @@ def digest(values: Mapping[str, Any]) -> str:
     """Return the SHA-256 of named values, ordered by name: tensors by dtype, shape and bytes."""
     total = hashlib.sha256()
     for name, value in sorted(values.items()):
-        # The zero byte ends the name. Otherwise another split of the same characters would have this digest.
+        # The zero byte ends the name. Without it, another split of the same characters would have the same
+        # digest.
         total.update(f"{name}\0".encode())
         total.update(_bytes(value))
     return total.hexdigest()
@@ -111,7 +112,8 @@ def _bytes(value: Any) -> bytes:
     if not isinstance(value, torch.Tensor):
         # repr() has all digits of a float.
         return repr(value).encode()
-    # Bytes, not values: NaN differs from itself, and -0.0 equals 0.0. A scalar needs a dimension for view().
+    # Hash bytes, not values: NaN differs from itself, and -0.0 equals 0.0. A scalar needs a dimension for
+    # view().
     raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     # Zeros of two dtypes or shapes may have the same bytes.
     return f"{value.dtype}{tuple(value.shape)}".encode() + raw

@@ -1,8 +1,8 @@
 """Collect facts about a task on one rank, which must be the same on all ranks and in every call.
 
 `python -m tandem.verify.probe SETTINGS RANK RANKS MEETING` prints them as one line of JSON, for `check`. Each
-rank is a separate interpreter, as on separate nodes: results that depend on entropy, string hashes or the
-rank will differ.
+rank is a separate interpreter, as on separate nodes, so results that depend on entropy, string hashes or the
+rank differ.
 """
 
 import json
@@ -32,7 +32,7 @@ BATCHES = 2
 
 
 class Fact(NamedTuple):
-    """A fact: `name`, the `location` it comes from, and its digests at the first and second call."""
+    """A fact: its `name`, its `location` in the code, and its digests at the first and second call."""
 
     name: str
     location: str
@@ -64,10 +64,10 @@ def _facts_in(world: ProcessGroup, settings: Settings) -> ProbeResults:
     config = settings.data
     made = load_task(run.task, run.task_fields, config.data_dir, config.download)
     task = TaskWithDefaults(made)
-    # As in training: two downloads to one directory would collide.
+    # Do the same as in training: two downloads to one directory would collide.
     world.once_per_node(task.prepare)
     datasets = datasets_of(task)
-    # Rank 0 of 1 on every rank: each reads whole batches, which must then be equal.
+    # Read as rank 0 of 1 on every rank: each then reads whole batches, which must be equal.
     reader = BatchReader(config, run.seed, 0, 1, task.collate, world.device, world.gather)
 
     def batches() -> list[Any]:

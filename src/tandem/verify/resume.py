@@ -1,9 +1,8 @@
 """`tandem verify-resume`: prove that a killed and resumed run of a task or script is bit-identical.
 
-It runs a few steps without interruption. Then it runs them again several times, with SIGKILL at random steps
-and a resume to the end. It compares the weights, the rest of the state and the log of every step. All runs
-are real processes, controlled from outside, so the result shows what `tandem launch` does with these
-settings.
+It runs a few steps without interruption. Then it repeats them several times, with SIGKILL at random steps and
+a resume to the end. It compares the weights, the rest of the state and the log of every step. All runs are
+real processes, controlled from outside, so the result shows what `tandem launch` does with these settings.
 """
 
 import random
@@ -75,7 +74,7 @@ def verify(
     steps = min(settings.run.steps or STEPS, STEPS)
     with tempfile.TemporaryDirectory(prefix="tandem-verify-") as folder:
         if on_gpus := settings.compute.device != "cpu" and bool(gpus_of(environ)):
-            # Kernels of GPUs may add in any order, so that two uninterrupted runs would already differ.
+            # GPU kernels may add in any order, so even two uninterrupted runs would differ.
             arguments = [*arguments, "--deterministic=true"]
         runner = Runner(arguments, environ, Path(folder), steps, stop, script)
         baseline = runner.uninterrupted()
@@ -86,7 +85,7 @@ def verify(
         shown = ", ".join(f"{part} {value[:12]}" for part, value in baseline.digests().items())
         say(f"uninterrupted: {shown}{', on GPUs with --deterministic' if on_gpus else ''}")
         done: list[Trial] = []
-        # No seed: a proof that is repeated kills at other steps.
+        # There is no seed: a repeated proof kills at other steps.
         for trial in runner.trials(baseline, trials, random.Random()):
             done.append(trial)
             say(f"trial {len(done)} of {trials}: {trial}")
@@ -151,7 +150,7 @@ class Runner:
         Raises RunFailedError with its last lines of output, and ConfigError for a script without a tandem
         loop.
         """
-        # One save, at the end: how often a run saves must not change its result either.
+        # Save once, at the end: the number of saves must not change the result either.
         run = self._new_run(save_every=self._steps)
         with run:
             run.finish(self._stop)
@@ -175,7 +174,7 @@ class Runner:
         for attempt in range(TRIES):
             save_every = chance.randint(1, max(1, self._steps // 8))
             latest = (baseline.step - 4) // (attempt + 1)  # a short run may end before the signal arrives
-            # After the first save, so that there is a checkpoint to resume from.
+            # Kill after the first save, so that there is a checkpoint to resume from.
             step = chance.randint(min(save_every, latest), max(1, latest))
             targets = [chance.choice([None, chance.randrange(baseline.world_size)]) for _ in range(kills)]
             try:
@@ -202,7 +201,7 @@ class Runner:
                 for kill in kills:
                     trial.kills.append((run.kill(kill, self._stop), kill.rank))
                 run.finish(self._stop)
-            # The baseline succeeded with these settings, so resuming is at fault.
+            # The baseline succeeded with these settings, so the resume is at fault.
             except RunFailedError as error:
                 trial.difference = f"it could not resume: {error}"
         # Nothing was resumed, so an equal result would prove nothing.
@@ -216,7 +215,7 @@ class Runner:
         return trial
 
     def diagnosis(self, baseline: Outcome) -> str:
-        """Say whether resuming causes the difference, using a second uninterrupted run."""
+        """Find out, with a second uninterrupted run, whether resuming causes the difference."""
         what = "task" if self._script is None else "script"
         again = difference(baseline, self.uninterrupted())
         if again is not None:
@@ -244,7 +243,7 @@ class Runner:
             "--steps": self._steps,
             "--checkpoint-every": save_every,
             "--resume": "auto",
-            # Each step's loss is compared.
+            # Log every step, because each step's loss is compared.
             "--log-every": 1,
             # The kills are the test, so the budget must never end the run.
             "--max-restarts": 100,

@@ -39,7 +39,7 @@ class WatchedRun:
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], run_dir: Path) -> None:
         self._command = command
-        # A run that is killed on purpose is no news; the variable wins over a line of .env.
+        # No message is needed about a run that is killed on purpose; the variable overrides a line of .env.
         self._environ = {**environ, "TANDEM_NOTIFY": "none"}
         self._run_dir = run_dir
         self._output = run_dir.with_suffix(".log")
@@ -74,7 +74,7 @@ class WatchedRun:
             self._kill_all()
         else:
             _kill_rank(process.pid, kill.rank)
-        # Read again: the run finished more steps before the signal arrived.
+        # Read again, because the run may have finished more steps before the signal arrived.
         return self._logged_step()
 
     def finish(self, stop: StopFlag, look: Callable[[int], None] | None = None) -> None:
@@ -93,7 +93,7 @@ class WatchedRun:
         return Outcome.read(self._run_dir)
 
     def has_trained(self) -> bool:
-        """Return True if there was a step."""
+        """Return True if a step was finished."""
         return bool(self._events("training"))
 
     def kept_that_differs(self) -> list[str]:
@@ -141,7 +141,7 @@ class WatchedRun:
             raise run_failed(process.returncode, self._output.read_text(errors="replace").splitlines())
 
     def _logged_step(self) -> int:
-        """Return the step of the last complete line of metrics.jsonl; 0 if there is none."""
+        """Return the step of the last complete line of metrics.jsonl; 0 without one."""
         try:
             # The file does not exist before the first step, and its last line may be half written.
             whole = (self._run_dir / layout.METRICS).read_bytes().rpartition(b"\n")[0]
@@ -157,7 +157,7 @@ class WatchedRun:
 
 def kill_tree(process: subprocess.Popen[Any]) -> None:
     """Kill a process that leads a session, and all its descendants; return when they are gone."""
-    # Listed before the kill: orphans get another parent and cannot be found below this process.
+    # List them before the kill: orphans get another parent and can no longer be found below this process.
     all_below = below(process.pid)
     with suppress(ProcessLookupError):
         # First kill the process that would restart the others.

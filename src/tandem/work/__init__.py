@@ -1,1 +1,1 @@
-"""What the ranks of a job run."""
+"""Workloads: what the ranks of a job run."""

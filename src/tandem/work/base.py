@@ -23,8 +23,8 @@ from tandem.telemetry.messages import checked
 # Root-cause attribution for script failures: own error, killed by a signal, or lost peers.
 #
 # A script exits with 1 both for its own bug and for "my peer is gone". tandem's runner inside the rank
-# recognizes the error of a lost peer and exits with 200. The rest follows from who ended first and who was
-# killed. Pure functions. See docs/architecture.md#user-scripts.
+# recognizes the error of a lost peer and exits with 200. The rest follows from which rank ended first and
+# which was killed. Pure functions. See docs/architecture.md#user-scripts.
 
 LINES_SHOWN = 12
 LINE_CHARACTERS = 1000
@@ -32,7 +32,7 @@ TASK_FAILED = "the task failed: "
 NO_ERROR = re.compile(r"\d\d:\d\d:\d\d (node|rank) \d+ \| (?!error: )")
 """A line of tandem's own log below the level of an error."""
 WHOSE = re.compile(r"^(\[rank\d+\]: )?(tandem\.[\w.]+Error: )?")
-"""What torch and a traceback put before an error's message."""
+"""Prefixes of torch and of a traceback before an error's message."""
 
 ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Warning|Interrupt|Exit)(: |$)")
 """The start of the last line of a Python traceback."""
@@ -56,7 +56,7 @@ def choose_cause(first: Mapping[int, int], later: Mapping[int, int]) -> tuple[in
     """Return the (local rank, code) that explains the end of a generation.
 
     Killed ranks come before failed ones, and those seen `first` before the `later` ones. Ranks that only lost
-    their peers explain nothing unless there are no others.
+    their peers count only if there are no others.
     """
     # A rank killed first may have made the others fail; one killed later is a consequence.
     for group in (first, later):
@@ -134,7 +134,7 @@ def last_words(error_file: Path, log: Path) -> tuple[str, ...]:
             text = tail(log, 4000)[0].decode(errors="replace")
         except OSError:
             return ()
-    # Tracebacks underline the failing expression; such a line would take the room of one with words.
+    # Tracebacks underline the failing expression; such lines would replace more useful ones.
     return tuple(line for line in text.splitlines() if line.strip(" ~^"))[-LINES_SHOWN:]
 
 
@@ -150,7 +150,7 @@ def run_failed(exitcode: int, lines: Iterable[str]) -> RunFailedError:
 def last_error(lines: Sequence[str]) -> str:
     """Return why a run failed, on one line: its last error, or the end of a script's traceback.
 
-    A script's agent logs last which exit code ended the script. Rank 0's own output is just above that line,
+    The last line of a script's agent has the script's exit code. Rank 0's own output is just above that line,
     and another rank's is below it.
     """
     last = next((n for n in reversed(range(len(lines))) if "error: " in lines[n]), len(lines) - 1)
@@ -166,9 +166,9 @@ def last_error(lines: Sequence[str]) -> str:
 
 
 PROGRESS = NOTHING, SAVED, TRAINED = "nothing", "saved", "trained"
-"""What a generation can resume from.
+"""The state that a generation can resume from.
 
-Nothing, the checkpoint that it resumes from, or newer state in node 0's memory, which a stop must not lose.
+None, the checkpoint that it began with, or newer state in node 0's memory, which a stop must not lose.
 """
 
 
@@ -196,9 +196,9 @@ class GenerationEnd:
 
 
 RankFunction = Callable[[Any, RankStart], int]
-"""(job, what the rank gets when it starts) -> exit code."""
+"""(job, the rank's start) -> exit code."""
 WarmUp = Callable[[Any, RankStart | None], None]
-"""(job, what the rank will most likely get, if known) -> None."""
+"""(job, the start that the rank will most likely get, if known) -> None."""
 
 
 class Workload(Protocol):
@@ -220,29 +220,29 @@ class Workload(Protocol):
     saves: bool
     """Whether tandem saves the ranks' state, in the node's memory and as checkpoints.
 
-    If not, only the ranks know what is saved, and to start them once more saves nothing.
+    If not, only the ranks know what is saved, and starting them once more saves nothing.
     """
     has_own_store: bool
-    """Whether the ranks of each generation connect through a new store of their own (`env://`)."""
+    """Whether the ranks of each generation connect through a new, separate store (`env://`)."""
     logs_errors: bool
     """Whether rank 0 logs an error that ends it, so that its agent need not."""
     charges_all: bool
     """Whether every restart counts on every node."""
 
     def check(self, placement: Placement, gpus: Callable[[], Sequence[str]]) -> None:
-        """Reject what cannot run here, before anything starts. `gpus` lists this machine's.
+        """Reject a workload that cannot run here, before anything starts. `gpus` lists this machine's GPUs.
 
         Raises ConfigError.
         """
 
     def prepare(self, placement: Placement) -> ResumeDecision | None:
-        """Check what can be wrong before any rank starts; on node 0, also decide where the run resumes.
+        """Check for mistakes before any rank starts; on node 0, also decide where the run resumes.
 
         Returns None if the ranks decide by themselves. Raises TandemError.
         """
 
     def progress(self, has_trained: bool, resume: ResumeDecision) -> str:
-        """Return what the run resumes from (one of PROGRESS); `has_trained`: a rank has reported its plan."""
+        """Return what the run resumes from, one of PROGRESS; `has_trained`: a rank has reported its plan."""
 
     def is_done(self) -> bool:
         """Return whether a job result of 0 is plausible, as node 0 sees the run."""
@@ -258,7 +258,7 @@ class Workload(Protocol):
 
 
 def rank_identity(position: Position | None) -> tuple[int, ...] | None:
-    """Return the facts about its rank that a script may read at import: the standby key for scripts."""
+    """Return the facts about its rank that a script may read at import: scripts' standby key."""
     if position is None:
         return None
     return position.rank, position.local_rank, position.world_size, position.nodes

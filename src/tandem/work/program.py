@@ -65,10 +65,10 @@ def warm_up(job: Job, expected: RankStart | None) -> None:
 
 
 class ProgramWorkload:
-    """A program's ranks save, stop and report errors in their own way; their exit codes have to be explained.
+    """A program's ranks save, stop and report errors in their own way, so tandem explains their exit codes.
 
-    `chosen` as for `variables_of`. `hint` maps the last line of a program that rejected its arguments to what
-    to type instead, or to "".
+    `chosen` as for `variables_of`. `hint` maps the last line of a program that rejected its arguments to the
+    command to type instead, or to "".
     """
 
     saves = False
@@ -94,7 +94,8 @@ class ProgramWorkload:
         self.warm_up: WarmUp = warm_up
         self.job = job_of(program, run, settings, chosen)
         self.words: Sequence[str] = program.words()
-        # For a new interpreter the fork server imports only what starts it, because exec drops the modules.
+        # For a new interpreter, the fork server imports only the code that starts it, because exec drops the
+        # modules.
         is_fresh = self.job.fresh_interpreter or program.kind == "command"
         self.preload: Sequence[str] = [*([] if is_fresh else ["tandem.launch.preload"]), "tandem.script.rank"]
 
@@ -112,7 +113,7 @@ class ProgramWorkload:
         return None
 
     def progress(self, has_trained: bool, resume: ResumeDecision) -> str:
-        """Return TRAINED: a script may be stopped at any time, and decides itself what to save."""
+        """Return TRAINED: a script may be stopped at any time, and decides what to save."""
         return TRAINED
 
     def is_done(self) -> bool:
@@ -140,10 +141,10 @@ class ProgramWorkload:
             words = ()
         cause = Cause(position.rank, position.node_rank, position.node_name, code, words)
         if end.nodes > 1 and not end.stop:
-            # Without the store, this node's own cause is the best that is known.
+            # Without the store, this node's own cause is the best known one.
             with contextlib.suppress(RuntimeError):
                 end.store.set(_ended_key(end, position.node_rank), cause.to_json())
-                # A rank that was killed here is the cause. A failed one may only be the consequence of a kill
+                # A rank that was killed here is the cause. A failed one may only be a consequence of a kill
                 # elsewhere.
                 cause = cause if was_killed(code) else _explained_elsewhere(end, cause)
                 code = cause.code
@@ -230,8 +231,7 @@ def job_of(program: Program, run: RunDir, settings: Settings, chosen: Collection
 def variables_of(settings: Settings, chosen: Collection[str]) -> dict[str, str]:
     """Return settings as variables for a program that uses tandem: the chosen ones and the run directory.
 
-    Leaves out the task, because there is none, and what belongs to the agent: nodes, ranks and the metrics
-    page.
+    Leaves out the task, because there is none, and the agent's settings: nodes, ranks and the metrics page.
     """
     texts = settings.to_dict()
     ours = {name for name, setting in SETTINGS.items() if setting.slice in ("launch", "metrics")}

@@ -67,7 +67,7 @@ class TaskWorkload:
         self.is_retried = is_retried
 
     def check(self, placement: Placement, gpus: Callable[[], Sequence[str]]) -> None:
-        """Raise ConfigError if the ranks cannot share the batch evenly. If in doubt, the ranks decide later.
+        """Raise ConfigError if the ranks cannot share the batch evenly. In doubt, the ranks decide later.
 
         Only node 0 checks. A run that resumes from a checkpoint may share its batch unevenly, and other nodes
         may not see the checkpoints.
@@ -80,7 +80,7 @@ class TaskWorkload:
             check_even(data.batch_size, ranks)
 
     def _ranks(self, placement: Placement, gpus: Callable[[], Sequence[str]]) -> int | None:
-        """Return the number of ranks of the job, or None if only its nodes will know.
+        """Return the number of ranks of the job, or None if only its nodes can determine it.
 
         A strategy with a single process has its own check.
         """
@@ -120,7 +120,7 @@ class TaskWorkload:
         if placement.node_rank == 0:
             with log_if_slow("reading the checkpoints"):
                 decision = decide_resume(self._settings, self._run.checkpoints)
-            # No rank will run, so the task need not be importable any more.
+            # No rank will run, so the task need no longer be importable.
             if decision.kind == "complete":
                 return decision
         with log_if_slow(f"importing the task {asked.task}"):
@@ -145,5 +145,5 @@ class TaskWorkload:
         return code, None
 
     def last_line(self, code: int, restarts: int) -> str:
-        """Return nothing: rank 0 has printed the run's summary, or the error that ended it."""
+        """Return "": rank 0 has printed the run's summary, or the error that ended it."""
         return ""

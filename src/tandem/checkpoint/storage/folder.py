@@ -1,4 +1,4 @@
-"""Checkpoints in a local directory or on a mounted volume: complete and on disk, or not there at all.
+"""Keep checkpoints in a local directory or on a mounted volume: complete and on disk, or nonexistent.
 
 step-000000500/              an entry, renamed into place with all its files
 .tmp-...                     being written or removed, or left by a killed writer; never read
@@ -69,8 +69,8 @@ class Folder:
         found = descriptor(path.parent.parent, f"{path.parent.name}/{path.name}")
         if from_disk:
             with suppress(OSError):
-                # Dropping the page cache makes the following reads come from the disk. It is only advice, and
-                # some file systems refuse it.
+                # Drop the page cache, so that the following reads come from the disk. This is only advice,
+                # and some file systems refuse it.
                 os.posix_fadvise(found, 0, 0, os.POSIX_FADV_DONTNEED)
         size = os.fstat(found).st_size
         if size and not _has_data(found):
@@ -173,7 +173,7 @@ class Folder:
         # The next save must create the directory again and fsync its name.
         if source == self._anchored:
             self._anchored = None
-        # The dict removes a duplicate and keeps the order: after a power loss, two names beat none.
+        # The dict removes duplicates and keeps the order: after a power loss, two names beat none.
         for parent in {target.parent: None, source.parent: None}:
             fsync_directory(parent)
 
@@ -217,7 +217,7 @@ def _entries(directory: Path, tries: int = LISTINGS) -> dict[str, dict[str, int]
 
 
 def _temporary(target: Path) -> Path:
-    # In the same directory, because rename(2) does not cross file systems.
+    # Use the same directory, because rename(2) does not cross file systems.
     return target.with_name(f".tmp-{target.name}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
@@ -229,7 +229,7 @@ def _publish(temporary: Path, target: Path) -> None:
             fsync_directory(directory)  # otherwise a power loss may keep only the next rename
         rename(temporary, target)
         fsync_directory(directory)
-    except BaseException:  # it may not be on disk: make it as if it had never existed
+    except BaseException:  # it may not be on disk, so undo the rename
         with suppress(OSError):  # the _prepare of the next save restores what this cannot
             if exists(target) and not exists(temporary):
                 os.rename(target, temporary)
@@ -335,6 +335,6 @@ def rename(source: Path, target: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove as much as possible. What remains has a hidden name, and the next save tries again."""
+    """Remove as much as possible. The rest has a hidden name, and the next save tries again."""
     with suppress(OSError):  # some errors pass through despite ignore_errors
         shutil.rmtree(path, ignore_errors=True)

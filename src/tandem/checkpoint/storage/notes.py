@@ -51,7 +51,7 @@ def _numbers(names: Iterable[str]) -> list[int]:
 
 
 class FolderNotes:
-    """In a directory on this machine, or on a volume that is mounted here."""
+    """Records in a directory on this machine, or on a volume that is mounted here."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -123,7 +123,7 @@ def _write_new(path: Path, content: bytes) -> None:
 
 
 class RemoteNotes:
-    """On an object store, given by its address."""
+    """Records on an object store, given by its address."""
 
     def __init__(self, where: RemotePath) -> None:
         self._where = where

@@ -1,4 +1,4 @@
-"""Checkpoints on an object store, through fsspec: the manifest is uploaded last, only if there is none.
+"""Keep checkpoints on an object store, through fsspec: upload the manifest last, only if there is none.
 
 Every save writes its state under a unique name, so two writers never mix their bytes. A state without a
 manifest does not count, and is removed a day later. The client libraries retry requests that fail with 5xx or
@@ -152,7 +152,7 @@ class Objects:
         return sum(int(str(entry["bytes"])) for entry in files.values()) + len(raw)
 
     def abandon(self, pending: PurePath) -> None:
-        """Leave it to `repair`, because another save of the step may have objects there."""
+        """Leave the cleanup to `repair`, because another save of the step may have objects there."""
 
     def _upload(self, path: str, payload: Payload) -> Sink:
         file = call_client(self._fs.open, path, "wb")

@@ -134,7 +134,7 @@ class Storage(Protocol):
         """Complete an entry with the `files` that were added. Returns and raises as `commit`."""
 
     def abandon(self, pending: PurePath) -> None:
-        """Remove what was added to `pending`, as far as possible. Raises nothing."""
+        """Remove the files that were added to `pending`, as far as possible. Raises nothing."""
 
     def repair(self, directory: PurePath) -> None:
         """Finish or undo the incomplete work of a killed writer in `directory`."""

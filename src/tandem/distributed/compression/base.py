@@ -14,7 +14,7 @@ Bucket = GradBucket
 
 
 class Compression(Protocol):
-    """How DDP's gradients are exchanged, and the state that this needs from step to step."""
+    """The exchange of DDP's gradients, and the state that it needs from step to step."""
 
     remembers: bool
     """True if there is a state, which differs between ranks."""

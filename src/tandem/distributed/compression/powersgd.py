@@ -13,9 +13,9 @@ ready, so backward does not hide them, but there is little left to hide.
 
 torch has a hook with the same algorithm, which works bucket by bucket in gloo's threads. With more than one
 bucket, the all-reduces of different ranks overtake each other, and the processes abort (torch 2.15, gloo, 16
-buckets). It also applies error feedback to what it does not compress, which would corrupt the telemetry
-parameter, and a NaN stays in the errors forever. The state here is keyed by parameter names, so it does not
-depend on buckets.
+buckets). It also applies error feedback to uncompressed values, which would corrupt the telemetry parameter,
+and a NaN stays in the errors forever. The state here is keyed by parameter names, so it does not depend on
+buckets.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -134,7 +134,7 @@ class PowerSGD:
         return self._errors[name] if name in self._errors else torch.zeros_like(like)
 
     def _q(self, name: str) -> Tensor:
-        """Return Q. The first one is drawn from a seed per matrix, so it is equal on all ranks."""
+        """Return Q. The first Q is drawn from a seed per matrix, so it is equal on all ranks."""
         if name not in self._qs:
             rows, columns = _matrix(self._names[name]).shape
             generator = torch.Generator().manual_seed(list(self._names).index(name))
@@ -183,7 +183,7 @@ class PowerSGD:
             def call(done: Future[Any]) -> None:
                 try:
                     # MKL counts threads per thread, and a new thread of the backend would start with all
-                    # cores. On some CPUs, a matrix product then has different bits than on the other ranks.
+                    # cores. On some CPUs, a matrix product then has other bits than on the other ranks.
                     torch.set_num_threads(self._threads)
                     done.value()
                     _used_here(whole.values())
@@ -200,7 +200,7 @@ class PowerSGD:
                 gradient.copy_(next(parts))
             bases = {name: orthonormal(next(parts)) for name in whole}
             qs = [whole[name].T @ basis for name, basis in bases.items()]
-            # torch.cat needs at least one tensor, and the model may have no matrix that is worth it.
+            # torch.cat needs at least one tensor, and the model may have no matrix that is worth compressing.
             second = _flat([*qs, plain[-1][:0]]).div_(ranks)
 
             def after_second() -> None:

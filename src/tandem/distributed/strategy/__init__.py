@@ -22,7 +22,7 @@ CLASSES = {
     "ddp_one_rank": "OneRankDDPStrategy",
     "fsdp": "FSDPStrategy",
 }
-"""{file of this package: its class}, so that a strategy is imported only where it is chosen."""
+"""{file of this package: its class}, so that a strategy is imported only if it is chosen."""
 __all__ = ["Strategy", "load", "load_to_evaluate", "preload", "waits_inside"]
 
 AS_TORCH_DOES = ExchangeConfig()
@@ -34,7 +34,8 @@ def load(
 ) -> Strategy:
     """Load the strategy `name`, such as `dp:0.5`, for the ranks of `group`. Raises ConfigError."""
     check_together(exchange, compute)
-    # Not on a CPU, where gradients are zeroed, not dropped: only DDP notices that a step has left one out.
+    # Do not use it on a CPU, where gradients are zeroed, not dropped: only DDP notices that a step left one
+    # out.
     is_on_gpu = group.device.type == "cuda"
     if name == "ddp" and group.size == 1 and is_on_gpu and exchange.gradient_compression == "none":
         name = "ddp_one_rank"

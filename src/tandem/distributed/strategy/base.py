@@ -33,14 +33,14 @@ class Strategy(Protocol):
     shards_parameters: bool
     """True if this rank has only its shard of the parameters.
 
-    Then there are no replicas to compare, and every forward pass needs all ranks, in evaluation too. Each
+    Then there are no replicas to compare, and every forward pass needs all ranks, even in evaluation. Each
     rank keeps snapshots of its own shard.
     """
     shards_state: bool
     """True if no rank has the whole state of model and optimizer.
 
     Then there are no in-memory snapshots, and a restart goes back to a checkpoint, unless `shards_parameters`
-    is set, too.
+    is also set.
     """
     checks_gradients: bool
     """True if a parameter without a gradient after a step is rejected, unless --find-unused is set."""
@@ -89,7 +89,7 @@ class Strategy(Protocol):
         """Return the mean of every slot over ranks after the last backward, on the device, without waiting.
 
         `gradients_not_finite`: a scalar, above 0 if a gradient on this rank is not finite. It is returned as
-        the last slot, above 0 if that is so on any rank.
+        the last slot, above 0 if it is above 0 on any rank.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""`--strategy ddp` with a single rank on a GPU: there is nothing to exchange, so the model is not wrapped.
+"""`--strategy ddp` with a single rank on a GPU: no gradients are exchanged, so the model is not wrapped.
 
 DDP would copy all gradients and split a compiled model into one graph per bucket. This strategy rejects the
 same models as DDP, so that a task behaves the same on one GPU as on several.

@@ -43,7 +43,7 @@ class DPStrategy(single.SingleStrategy):
         parallel = Balanced(_Gatherable(module), self._devices, self._first_share)
 
         def whole(batch: Any) -> tuple[Tensor, Tensor]:
-            for device in self._devices[1:]:  # the step has seeded only the first one
+            for device in self._devices[1:]:  # the step has seeded only the first GPU
                 with torch.cuda.device(device):
                     torch.cuda.manual_seed(derive_seed(torch.initial_seed(), device))
             losses, numbers = parallel(batch)
@@ -62,7 +62,7 @@ class Balanced(nn.DataParallel):  # type: ignore[type-arg]
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, devices: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Split a batch, the only argument, over the GPUs; with too few samples, not all of them get one."""
+        """Split a batch, the only argument, over the GPUs; with too few samples, some get none."""
         (batch,) = inputs
         sizes = shares_of_devices(batch_size_of(batch), len(devices), self._first_share)
         parts = zip(parts_of(batch, sizes), devices, strict=False)
@@ -92,7 +92,7 @@ def shares_of_devices(samples: int, devices: int, first_share: float) -> tuple[i
 
 
 def limits(devices: Sequence[int], first_share: float) -> str:
-    """Return a one-line message on what this strategy does here, and its limits."""
+    """Return one line about what this strategy does here, and its limits."""
     if len(devices) < 2:
         found = "1 GPU" if devices else "no GPU"
         return (

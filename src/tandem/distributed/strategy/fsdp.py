@@ -1,7 +1,7 @@
 """FSDP2 (`fully_shard`): parameters, gradients and optimizer state are sharded over the ranks.
 
 A parameter is a DTensor, sharded along its first dimension; full parameters exist only during computation.
-Each block of an nn.ModuleList is gathered separately, everything else together. It runs on GPUs and, with
+Each block of an nn.ModuleList is gathered separately, and everything else together. It runs on GPUs and, with
 gloo, on CPUs.
 """
 
@@ -42,7 +42,7 @@ class FSDPStrategy(single.SingleStrategy):
 
     @staticmethod
     def warm_up() -> None:
-        """Build a model, because torch imports a second's worth of modules at the first fake tensor."""
+        """Build a model in advance, because the first fake tensor makes torch import modules for a second."""
         with suppress(Exception):  # a rank will then build the whole model, and say why
             build_deferred(FakeTensors(), lambda: nn.Linear(1, 1))
 
@@ -55,7 +55,7 @@ class FSDPStrategy(single.SingleStrategy):
             )
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """Build the model without values, so that no rank has all of them; if it does not allow that, whole.
+        """Build the model without values, so that no rank has all of them; with them if that is impossible.
 
         All ranks do the same.
         """
@@ -65,7 +65,7 @@ class FSDPStrategy(single.SingleStrategy):
         try:
             deferred = build_deferred(FakeTensors(), make)
             digest = deferred[1].digest(deferred[0])
-        # The whole model raises a mistake of the task again, in the words of its own error.
+        # Building the whole model raises the task's own error again.
         except Exception as error:
             problem = in_one_line(error)
         told = self._group.gather_json([problem, digest])
@@ -131,7 +131,7 @@ class FSDPStrategy(single.SingleStrategy):
                 setattr(module, name, attribute)
 
     def compiled(self, model: nn.Module, mode: str) -> nn.Module:
-        """Have the model's blocks use compiled forwards while gradients are recorded; return the model.
+        """Make the model's blocks use compiled forwards while gradients are recorded; return the model.
 
         The hooks that gather and reshard are not compiled, because torch.compile gives up at them (torch
         2.15: not a single graph was left). Raises ConfigError for CUDA graphs, because parameters are
@@ -155,7 +155,7 @@ class FSDPStrategy(single.SingleStrategy):
         return nullcontext()
 
     def forward(self, slots: Tensor, batch: Any, scale: Tensor, so_far: Tensor) -> tuple[Tensor, Tensor]:
-        # fully_shard does not exchange buffers, so this does what DDP does before each forward pass.
+        # fully_shard does not exchange buffers, so broadcast them before each forward pass, as DDP does.
         for buffer in self._buffers:
             dist.broadcast(buffer, src=0)
         return super().forward(slots, batch, scale, so_far)
@@ -240,7 +240,7 @@ def _reason(told: Sequence[Sequence[str]]) -> str:
 
 
 def compiled_in_training(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Use the compiled forward only with gradients, because an evaluation has other shapes."""
+    """Use the compiled forward only with gradients, because evaluations have other shapes."""
     compiled = torch.compile(forward)
 
     @wraps(forward)

@@ -1,4 +1,4 @@
-"""One process, one device, no communication; also the defaults that other strategies inherit."""
+"""One process, one device, no communication; and the defaults that other strategies inherit."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ class SingleStrategy:
     checks_gradients = False
     has_buckets = False
     has_one_device = False
-    """True if it requires the model to be on one device."""
+    """True if the strategy requires the model to be on one device."""
 
     def __init__(self, group: ProcessGroup, exchange: ExchangeConfig, _compute: ComputeConfig) -> None:
         self._group = group
@@ -97,7 +97,7 @@ class SingleStrategy:
         return nn.utils.clip_grad_norm_(parameters, largest)
 
     def gradients(self, loss: Tensor, parameters: list[nn.Parameter]) -> None:
-        # backward() would make DDP count these gradients as those of a step.
+        # With backward(), DDP would count these gradients as those of a step.
         torch.autograd.grad(loss, parameters, allow_unused=True)
 
     def gather_full(self, state: dict[str, Any]) -> dict[str, Any]:
