@@ -2,8 +2,7 @@
 
 import glob
 import os
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ import numpy
 import torch
 from torch.utils.data import Dataset
 
-from tandem.data.blocks import read_ahead
+from tandem.data.blocks import Recent, read_ahead
 from tandem.errors import ConfigError
 from tandem.process import memory_left
 
@@ -33,24 +32,6 @@ class RowGroup(NamedTuple):
     size: int
     decoded: int
     """Bytes of its columns without compression; in memory they take at least as much."""
-
-
-class Recent:
-    """The `capacity` values that were used last, created on first use."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._values: OrderedDict[Hashable, Any] = OrderedDict()
-
-    def get(self, key: Hashable, create: Callable[[], Any]) -> Any:
-        """Return the value of `key`."""
-        if key in self._values:
-            self._values.move_to_end(key)
-            return self._values[key]
-        while len(self._values) >= self.capacity:
-            self._values.popitem(last=False)
-        value = self._values[key] = create()
-        return value
 
 
 class ParquetRows(Dataset[dict[str, Any]]):
