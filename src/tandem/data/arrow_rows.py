@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from tandem.data.blocks import BLOCK_SAMPLES, Recent, range_sizes
-from tandem.data.columns import OPEN_BLOCKS, Columns, borders_of, getter_of, rows_at
+from tandem.data.columns import KEPT_BLOCKS, Columns, borders_of, getter_of, rows_at
 from tandem.errors import ConfigError
 
 log = logging.getLogger("tandem.run")
@@ -28,7 +28,7 @@ class ArrowRows(Dataset[Any]):
         if _is_plain(rows):
             self._stored = rows.with_format("arrow", rows.format["columns"])
             self._borders = borders_of([len(batch) for batch in rows.data.to_batches()])
-            self._viewed = Recent(OPEN_BLOCKS)
+            self._viewed = Recent(KEPT_BLOCKS)
 
     def __reduce__(self) -> tuple[type["ArrowRows"], tuple[Any]]:
         return ArrowRows, (self.rows,)
@@ -55,7 +55,7 @@ class ArrowRows(Dataset[Any]):
         if self._stored is not None:
             # A block begins and ends inside of record batches.
             of_block = 2 + len(self._borders) * BLOCK_SAMPLES // len(self)
-            self._viewed.capacity = max(OPEN_BLOCKS, blocks * of_block)
+            self._viewed.capacity = max(KEPT_BLOCKS, blocks * of_block)
 
     def will_need(self, blocks: Sequence[int]) -> None:
         """Do nothing: the kernel reads a memory-mapped file ahead."""

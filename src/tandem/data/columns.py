@@ -14,7 +14,7 @@ Getter = Callable[[int], Any]
 """row -> its value in a column."""
 Columns = list[tuple[str, Getter]]
 """The columns of a block, by name."""
-OPEN_BLOCKS = 8
+KEPT_BLOCKS = 8
 """Blocks kept by a dataset that is read in its stored order, such as an evaluation set."""
 
 

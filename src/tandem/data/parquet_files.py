@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from tandem.data.blocks import Recent, read_ahead
-from tandem.data.columns import OPEN_BLOCKS, Columns, borders_of, getter_of, rows_at
+from tandem.data.columns import KEPT_BLOCKS, Columns, borders_of, getter_of, rows_at
 from tandem.errors import ConfigError
 from tandem.process import memory_left
 
@@ -41,7 +41,7 @@ class ParquetRows(Dataset[dict[str, Any]]):
         self.groups = list(groups)
         self.columns = list(columns)
         self._borders = borders_of(self.block_sizes())
-        self._decoded = Recent(OPEN_BLOCKS)
+        self._decoded = Recent(KEPT_BLOCKS)
         self._forget()
 
     def _forget(self) -> None:
@@ -72,7 +72,7 @@ class ParquetRows(Dataset[dict[str, Any]]):
 
     def hold(self, blocks: int, processes: int) -> None:
         """Keep this number of row groups in each process. Raises ConfigError if memory is too small."""
-        self._decoded.capacity = max(OPEN_BLOCKS, blocks)
+        self._decoded.capacity = max(KEPT_BLOCKS, blocks)
         largest = sorted((group.decoded for group in self.groups), reverse=True)[:blocks]
         left = memory_left(Path("/"))
         if left is not None and sum(largest) * processes > left:
