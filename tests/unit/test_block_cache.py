@@ -17,7 +17,7 @@ import pytest
 from patience import patient
 from range_server import RangeServer, serving
 from shards import write_shard
-from tandem.data import block_fetcher, ranges, tar_blocks
+from tandem.data import block_fetcher, ranges, tar_blocks, tar_shards
 from tandem.data.block_cache import LOCKS, PART, BlockCache, contents
 from tandem.data.block_fetcher import OUTCOMES
 from tandem.data.ranges import RangeReader
@@ -112,6 +112,39 @@ def test_local_shards_are_read_in_place(shards: Path, tmp_path: Path) -> None:
         data[len(data)]
     decoded = tar_blocks(shards / "index.jsonl", decode=lambda sample: int(sample["cls"]))
     assert decoded.__getitems__([0, SAMPLES, 0]) == [0, 1, 0]
+
+
+def open_files(folder: Path) -> int:
+    """How many files of a folder this process has open."""
+    names = [entry for entry in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{entry}")]
+    return sum(os.readlink(f"/proc/self/fd/{name}").startswith(f"{folder}/") for name in names)
+
+
+def test_local_shards_stay_open_up_to_a_limit(
+    shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[str] = []
+    open_file = tar_shards._open_file
+    monkeypatch.setattr(tar_shards, "_open_file", lambda path: counted.append(path) or open_file(path))
+    data = tar_blocks(shards / "index.jsonl")
+    for _ in range(3):
+        check(data, list(range(0, len(data), 7)))
+    assert sorted(counted) == sorted({block.address for block in data.blocks})
+    assert open_files(shards) == SHARDS
+    monkeypatch.setattr(tar_shards, "OPEN_SHARDS", 1)
+    monkeypatch.setattr(tar_shards, "getrlimit", lambda kind: (8, 1024))
+    few = pickle.loads(pickle.dumps(data))
+    del data
+    few.hold(300, 1)
+    check(few)
+    assert open_files(shards) == 2
+    del few
+    assert open_files(shards) == 0
+
+
+def test_blocks_in_the_cache_are_closed_after_each_read(opened: Opening) -> None:
+    check(opened())
+    assert open_files(opened.cache) == 2  # both of LOCKS
 
 
 def test_a_local_shard_that_changed_is_refused(shards: Path, tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import torch
 
 import tandem
 from tandem.config.slices import DataConfig
-from tandem.data import arrow, blocks, parquet, parquet_files, token_files, tokens
+from tandem.data import arrow, blocks, columns, parquet, parquet_files, token_files, tokens
+from tandem.data.arrow_rows import ArrowRows
 from tandem.data.block_order import WINDOW, BlockOrder
 from tandem.data.blocks import BlockSource
 from tandem.data.fetch import whole_fetch
@@ -109,6 +110,38 @@ def test_a_row_group_is_decoded_once_in_an_epoch(tmp_path: Path, monkeypatch: py
     assert 9 <= len(decoded) <= 9 + 2 * 6
 
 
+def test_values_are_those_of_pyarrow_in_any_chunks() -> None:
+    pa = pytest.importorskip("pyarrow")
+    numbers = list(range(7))
+    words = ["", "é", "ab", "abc", "", "x" * 300, "7"]
+    lists: list[Any] = [[], [1], [2, 3], [], [4, 5, 6], [7], [8]]
+    for kind, values in {
+        pa.int8(): numbers,
+        pa.uint64(): [2**63 + number for number in numbers],
+        pa.float32(): [number / 3 for number in numbers],
+        pa.bool_(): [number % 2 == 0 for number in numbers],
+        pa.string(): words,
+        pa.large_string(): words,
+        pa.binary(): [word.encode() for word in words],
+        pa.large_binary(): [word.encode() for word in words],
+        pa.binary(1): [b"%d" % number for number in numbers],
+        pa.list_(pa.int32()): lists,
+        pa.large_list(pa.float64()): lists,
+        pa.list_(pa.bool_(), 2): [[True, False]] * 7,
+        pa.list_(pa.string()): [words[:number] for number in numbers],
+        pa.timestamp("us"): numbers,
+        pa.struct({"a": pa.int64()}): [{"a": number} for number in numbers],
+    }.items():
+        for given in (values, [None, *values[1:]], [*values[:6], None]):
+            array = pa.array(given, kind)
+            for chunks in ([array], [array[:2], array[2:2], array[2:]], [array[1:], array[:1]], [array[3:5]]):
+                column = pa.chunked_array(chunks, kind)
+                get = columns.getter_of(column, arrays=False)
+                found = [get(row) for row in range(len(column))]
+                wanted = column.to_pylist()
+                assert found == wanted and [*map(type, found)] == [*map(type, wanted)], kind
+
+
 def test_row_groups_larger_than_the_memory_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +206,62 @@ def test_rows_of_a_hugging_face_dataset_are_ordered_by_blocks(tmp_path: Path) ->
         arrow(made.to_iterable_dataset())
     with pytest.raises(ConfigError, match="train"):
         arrow(datasets.DatasetDict(train=made))
+
+
+def is_equal(found: Any, wanted: Any) -> bool:
+    """Compare samples and the types of all values in them."""
+    if type(found) is not type(wanted):
+        return False
+    if isinstance(found, dict):
+        return list(found) == list(wanted) and all(is_equal(found[key], wanted[key]) for key in found)
+    if isinstance(found, list):
+        return len(found) == len(wanted) and all(map(is_equal, found, wanted))
+    return bool(numpy.array_equal(found, wanted))
+
+
+def twice(batch: Any) -> Any:
+    return {"twice": [2 * number for number in batch["number"]]}
+
+
+def check_epoch(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples are those of the dataset, and each record batch is looked up once."""
+    viewed: list[int] = []
+    view = ArrowRows._view
+    monkeypatch.setattr(ArrowRows, "_view", lambda self, batch: viewed.append(batch) or view(self, batch))
+    rows = arrow(dataset)
+    rows.hold(3, 1)
+    shuffled = torch.randperm(len(dataset)).tolist()
+    for start in range(0, len(dataset), 64):
+        some = shuffled[start : start + 64]
+        assert is_equal(rows.__getitems__(some), dataset.__getitems__(some))
+    monkeypatch.undo()
+    assert sorted(viewed) == list(range(len(dataset.data.to_batches())))
+
+
+def test_samples_of_a_hugging_face_dataset_are_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    write(tmp_path)
+    paths = [str(path) for path in sorted(tmp_path.glob("*.parquet"))]
+    made = datasets.Dataset.from_parquet(paths, cache_dir=str(tmp_path / "cache"))
+    check_epoch(made, monkeypatch)
+    check_epoch(made.select(range(1, len(made))), monkeypatch)
+    images = made.add_column("picture", [{"bytes": None, "path": "a"}] * len(made))
+    some = [7, 2, 899]
+    for changed in (
+        made.with_format("numpy", columns=["number", "half"]),
+        made.with_format("numpy", columns=["number"], output_all_columns=True),
+        made.with_format(None, columns=["text", "number"]),
+        made.with_transform(twice),
+        made.select([5, 3, 4] * 300),
+        images.cast_column("picture", datasets.Image(decode=False)),
+    ):
+        rows = pickle.loads(pickle.dumps(arrow(changed)))
+        assert is_equal(rows.__getitems__(some), changed.__getitems__(some))
+    rows = arrow(made)
+    made.set_format("numpy", columns=["number"])
+    assert is_equal(rows.__getitems__([2]), made.__getitems__([2]))
 
 
 class Rows(list[Any]):

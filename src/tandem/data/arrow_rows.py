@@ -6,11 +6,13 @@ would be a random read of the disk.
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch.utils.data import Dataset
 
-from tandem.data.blocks import BLOCK_SAMPLES, range_sizes
+from tandem.data.blocks import BLOCK_SAMPLES, Recent, range_sizes
+from tandem.data.columns import KEPT_BLOCKS, Columns, borders_of, getter_of, rows_at
 from tandem.errors import ConfigError
 
 log = logging.getLogger("tandem.run")
@@ -21,6 +23,15 @@ class ArrowRows(Dataset[Any]):
 
     def __init__(self, rows: Any) -> None:
         self.rows = rows
+        self._format = getattr(rows, "format", None)
+        self._stored: Any = None
+        if _is_plain(rows):
+            self._stored = rows.with_format("arrow", rows.format["columns"])
+            self._borders = borders_of([len(batch) for batch in rows.data.to_batches()])
+            self._viewed = Recent(KEPT_BLOCKS)
+
+    def __reduce__(self) -> tuple[type["ArrowRows"], tuple[Any]]:
+        return ArrowRows, (self.rows,)
 
     def block_sizes(self) -> list[int]:
         """Return the sizes of ranges of rows."""
@@ -33,11 +44,48 @@ class ArrowRows(Dataset[Any]):
         return self.rows[index]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        # A dataset slices its table once for each sample that has no neighbor in the batch.
+        if self._stored is not None and self.rows.format == self._format:
+            return rows_at(indices, self._borders, self._columns)
         samples: list[Any] = self.rows.__getitems__(list(indices))
         return samples
 
+    def hold(self, blocks: int, processes: int) -> None:
+        """Keep views of the record batches of these blocks in each process; the files are memory-mapped."""
+        if self._stored is not None:
+            # A block begins and ends inside of record batches.
+            of_block = 2 + len(self._borders) * BLOCK_SAMPLES // len(self)
+            self._viewed.capacity = max(KEPT_BLOCKS, blocks * of_block)
+
     def will_need(self, blocks: Sequence[int]) -> None:
         """Do nothing: the kernel reads a memory-mapped file ahead."""
+
+    def _columns(self, batch: int) -> Columns:
+        return self._viewed.get(batch, partial(self._view, batch))  # type: ignore[no-any-return]
+
+    def _view(self, batch: int) -> Columns:
+        """Return the columns of a record batch."""
+        table = self._stored[int(self._borders[batch]) : int(self._borders[batch + 1])]
+        return [(name, getter_of(table.column(name), arrays=False)) for name in table.column_names]
+
+
+def _is_plain(rows: Any) -> bool:
+    """Return True for a dataset whose samples are the values that pyarrow has stored, in this order."""
+    form = getattr(rows, "format", None)
+    features = getattr(rows, "features", None)
+    if not isinstance(form, dict) or not isinstance(features, dict):
+        return False
+    if getattr(rows, "_indices", None) is not None or form["type"] is not None or form["output_all_columns"]:
+        return False
+    return all(map(_is_value, features.values()))
+
+
+def _is_value(feature: Any) -> bool:
+    """Return True for numbers, text, bytes and lists of them; an image, for example, is decoded."""
+    if (inner := getattr(feature, "feature", None)) is not None:
+        return _is_value(inner)
+    # The values of float16 depend on the release of pyarrow.
+    return type(feature).__name__ in ("Value", "ClassLabel") and feature.dtype != "float16"
 
 
 def arrow(dataset: Any) -> ArrowRows:

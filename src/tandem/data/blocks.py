@@ -9,7 +9,8 @@ and raises ConfigError if there is too little.
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -40,6 +41,31 @@ BLOCK_SAMPLES = 1000
 """Samples of a block, for data in which any range can be read."""
 ADVISED_BYTES = 2**28
 """Limit for a request to the kernel, so that the request itself is fast."""
+
+
+class Recent:
+    """The `capacity` values that were used last, created on first use. They are not pickled."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._values: OrderedDict[Hashable, Any] = OrderedDict()
+
+    def __reduce__(self) -> tuple[type["Recent"], tuple[int]]:
+        return Recent, (self.capacity,)
+
+    def get(self, key: Hashable, create: Callable[[], Any]) -> Any:
+        """Return the value of `key`."""
+        if key in self._values:
+            self._values.move_to_end(key)
+            return self._values[key]
+        while len(self._values) >= self.capacity:
+            self._values.popitem(last=False)
+        value = self._values[key] = create()
+        return value
+
+    def forget(self, key: Hashable) -> None:
+        """Remove the value of `key`, if it is there."""
+        self._values.pop(key, None)
 
 
 def range_sizes(samples: int, block_samples: int) -> list[int]:

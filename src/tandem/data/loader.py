@@ -13,9 +13,11 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
+from types import NoneType
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset
@@ -371,14 +373,20 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
+PLAIN = frozenset({int, float, bool, str, bytes, NoneType, numpy.ndarray})
+"""Types of values without tensors: a batch that is not collated may have thousands of them."""
+
+
 def mapped(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
     """Return the batch with `function` applied to each tensor in nested containers."""
+    if isinstance(batch, dict):
+        return {
+            key: value if type(value) in PLAIN else mapped(value, function) for key, value in batch.items()
+        }
+    if type(batch) in (list, tuple):
+        return type(batch)([value if type(value) in PLAIN else mapped(value, function) for value in batch])
     if isinstance(batch, Tensor):
         return function(batch)
-    if type(batch) in (list, tuple):
-        return type(batch)([mapped(value, function) for value in batch])
-    if isinstance(batch, dict):
-        return {key: mapped(value, function) for key, value in batch.items()}
     if isinstance(batch, MutableMapping):  # such as UserDict, and the results of tokenizers
         filled = copy(batch)
         for key, value in batch.items():

@@ -2,25 +2,20 @@
 
 import glob
 import os
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch.utils.data import Dataset
 
-from tandem.data.blocks import read_ahead
+from tandem.data.blocks import Recent, read_ahead
+from tandem.data.columns import KEPT_BLOCKS, Columns, borders_of, getter_of, rows_at
 from tandem.errors import ConfigError
 from tandem.process import memory_left
 
 OPEN_FILES = 16
-DECODED = 8
-"""Row groups kept by a dataset that is read in its stored order, such as an evaluation set."""
-Getter = Callable[[int], Any]
-"""row -> its value in a column."""
 
 
 class RowGroup(NamedTuple):
@@ -35,24 +30,6 @@ class RowGroup(NamedTuple):
     """Bytes of its columns without compression; in memory they take at least as much."""
 
 
-class Recent:
-    """The `capacity` values that were used last, created on first use."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._values: OrderedDict[Hashable, Any] = OrderedDict()
-
-    def get(self, key: Hashable, create: Callable[[], Any]) -> Any:
-        """Return the value of `key`."""
-        if key in self._values:
-            self._values.move_to_end(key)
-            return self._values[key]
-        while len(self._values) >= self.capacity:
-            self._values.popitem(last=False)
-        value = self._values[key] = create()
-        return value
-
-
 class ParquetRows(Dataset[dict[str, Any]]):
     """Rows of Parquet files as {column: value}, in the order of the files; see `BlockSource`.
 
@@ -63,58 +40,30 @@ class ParquetRows(Dataset[dict[str, Any]]):
     def __init__(self, groups: Sequence[RowGroup], columns: Sequence[str]) -> None:
         self.groups = list(groups)
         self.columns = list(columns)
-        self._ends = numpy.cumsum([group.rows for group in self.groups])
-        self._capacity = DECODED
+        self._borders = borders_of(self.block_sizes())
+        self._decoded = Recent(KEPT_BLOCKS)
         self._forget()
 
     def _forget(self) -> None:
         self._process = os.getpid()
         self._files = Recent(OPEN_FILES)
-        self._decoded = Recent(self._capacity)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Open files cannot be pickled.
-        return {
-            "groups": self.groups,
-            "columns": self.columns,
-            "_ends": self._ends,
-            "_capacity": self._capacity,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget()
+        self._decoded = Recent(self._decoded.capacity)
 
     def block_sizes(self) -> list[int]:
         """Return the number of rows of each row group."""
         return [group.rows for group in self.groups]
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return int(self._borders[-1])
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int] | torch.Tensor) -> list[dict[str, Any]]:
-        chosen = numpy.asarray(indices, dtype=numpy.int64)
-        chosen = numpy.where(chosen < 0, chosen + len(self), chosen)
-        if len(chosen) and (chosen.min() < 0 or chosen.max() >= len(self)):
-            raise IndexError(f"a row is outside of range({len(self)})")
-        numbers = numpy.searchsorted(self._ends, chosen, side="right")
         # A reader that was forked must not share file positions with its parent.
         if self._process != os.getpid():
             self._forget()
-        starts = self._ends[numbers] - [self.groups[number].rows for number in numbers.tolist()]
-        own = (chosen - starts).tolist()
-        rows: list[dict[str, Any]] = [{}] * len(chosen)
-        last = -1
-        # Group by group, so that none is decoded twice for one call.
-        for place in numbers.argsort(kind="stable").tolist():
-            if numbers[place] != last:
-                last = int(numbers[place])
-                getters = self._decoded.get(last, partial(self._decode, self.groups[last]))
-            rows[place] = {name: get(own[place]) for name, get in getters.items()}
-        return rows
+        return rows_at(indices, self._borders, self._columns)
 
     def will_need(self, blocks: Sequence[int]) -> None:
         """Let the kernel read these row groups ahead."""
@@ -123,8 +72,7 @@ class ParquetRows(Dataset[dict[str, Any]]):
 
     def hold(self, blocks: int, processes: int) -> None:
         """Keep this number of row groups in each process. Raises ConfigError if memory is too small."""
-        self._capacity = max(DECODED, blocks)
-        self._forget()
+        self._decoded.capacity = max(KEPT_BLOCKS, blocks)
         largest = sorted((group.decoded for group in self.groups), reverse=True)[:blocks]
         left = memory_left(Path("/"))
         if left is not None and sum(largest) * processes > left:
@@ -135,42 +83,15 @@ class ParquetRows(Dataset[dict[str, Any]]):
                 "write smaller row groups (row_group_size=...), or use fewer --workers or columns"
             )
 
-    def _decode(self, group: RowGroup) -> dict[str, Getter]:
+    def _columns(self, block: int) -> Columns:
+        return self._decoded.get(block, partial(self._decode, self.groups[block]))  # type: ignore[no-any-return]
+
+    def _decode(self, group: RowGroup) -> Columns:
         file = self._files.get(group.path, lambda: _pyarrow().ParquetFile(group.path))
         table = file.read_row_group(group.number, columns=self.columns, use_threads=False)
         if table.num_rows != group.rows:
             raise OSError(f"{group.path} has changed: row group {group.number} had {group.rows:,} rows")
-        return {name: getter_of(table.column(name)) for name in self.columns}
-
-
-def getter_of(column: Any) -> Getter:
-    """Return the function that reads one row of a pyarrow ChunkedArray."""
-    import pyarrow
-
-    array = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
-    if isinstance(array, pyarrow.ChunkedArray) or array.null_count:
-        return lambda row: column[row].as_py()
-    kind = array.type
-    if _is_number(kind):
-        return array.to_numpy(zero_copy_only=False).item  # type: ignore[no-any-return]
-    if pyarrow.types.is_fixed_size_list(kind) and _is_number(kind.value_type):
-        inner = array.flatten()
-        if not inner.null_count:
-            table = inner.to_numpy(zero_copy_only=False).reshape(len(array), kind.list_size)
-            return lambda row: table[row].copy()
-    if (pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)) and _is_number(kind.value_type):
-        if not array.values.null_count:
-            values = array.values.to_numpy(zero_copy_only=False)
-            offsets = array.offsets.to_numpy()
-            # A copy, because torch warns about arrays that it cannot write to.
-            return lambda row: values[offsets[row] : offsets[row + 1]].copy()
-    return lambda row: array[row].as_py()
-
-
-def _is_number(kind: Any) -> bool:
-    from pyarrow import types
-
-    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
+        return [(name, getter_of(table.column(name), arrays=True)) for name in self.columns]
 
 
 def parquet(

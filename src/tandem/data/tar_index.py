@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import struct
 import tarfile
 import tempfile
 import time
@@ -28,6 +29,8 @@ PART = 8 * 2**20
 PROGRESS_SECONDS = 5.0
 """At most how often `tandem index` says how far it has got."""
 HEADER = 512
+_FIELDS = struct.Struct("100s 24x 12s 20x c 100x 6s 82x 155s 12x")
+"""Name, size in octal digits, kind, magic number and prefix of a header."""
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)")
 FIELDS = ("address", "offset", "length", "count", "crc32")
 
@@ -77,20 +80,20 @@ def samples_of(raw: bytes) -> list[TarSample]:
 def _grouped(members: Iterator[Member]) -> Iterator[tuple[str, list[tuple[str, Member]]]]:
     """Yield (key, [(extension, member)]) for members of one key in a row."""
     key = ""
-    files: list[tuple[str, Member]] = []
+    files: dict[str, Member] = {}
     for member in members:
         found = _NAME.fullmatch(member.name)
         if found is None:
             raise ValueError(f"the file {member.name!r} has no name of the form KEY.EXTENSION")
         if found[1] != key and files:
-            yield key, files
-            files = []
-        key = found[1]
-        if any(extension == found[2] for extension, _ in files):
+            yield key, list(files.items())
+            files = {}
+        key, extension = found.groups()
+        if extension in files:
             raise ValueError(f"the file {member.name!r} occurs twice")
-        files.append((found[2], member))
+        files[extension] = member
     if files:
-        yield key, files
+        yield key, list(files.items())
 
 
 def _members(raw: bytes) -> Iterator[Member]:
@@ -98,14 +101,13 @@ def _members(raw: bytes) -> Iterator[Member]:
     position = 0
     found = []
     while position + HEADER <= len(raw) and raw[position]:
-        head = raw[position : position + HEADER]
-        kind = head[156:157]
-        if kind not in b"0\0" or head[124] >= 128:
+        name, octal, kind, magic, prefix = _FIELDS.unpack_from(raw, position)
+        if kind not in b"0\0" or octal[0] >= 128:
             return _members_by_tarfile(io.BytesIO(raw))
-        size = int(head[124:136].rstrip(b" \0") or b"0", 8)
-        name = head[:100].rstrip(b"\0")
+        size = int(octal.rstrip(b" \0") or b"0", 8)
+        name = name.rstrip(b"\0")
         # GNU's format has other fields in the place of the prefix.
-        if head[257:263] == b"ustar\0" and (prefix := head[345:500].rstrip(b"\0")):
+        if magic == b"ustar\0" and (prefix := prefix.rstrip(b"\0")):
             name = prefix + b"/" + name
         data = position + HEADER
         found.append(Member(name.decode(errors="surrogateescape"), position, data, size))

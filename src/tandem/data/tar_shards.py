@@ -6,12 +6,12 @@ import tempfile
 import weakref
 import zlib
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from resource import RLIMIT_NOFILE, getrlimit
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from tandem.data.block_cache import BlockCache
 from tandem.data.block_fetcher import BlockFetcher, SharedStatus
+from tandem.data.blocks import Recent
 from tandem.data.ranges import is_remote
 from tandem.data.tar_index import StoredBlock, TarSample, read_index, samples_of
 from tandem.errors import ConfigError
@@ -31,6 +32,8 @@ MOST_TABLES = 1024
 """Blocks whose lists of files stay in memory, about 30 kB for 100 samples."""
 OPEN_BLOCKS = 320
 """How many blocks a rank reads from at a time if `hold` was not called: 64 lanes of 5."""
+OPEN_SHARDS = 16
+"""Shards on this machine that stay open; `hold` raises it up to a quarter of what the process may open."""
 KEY = "__key__"
 """The name of a sample's key in its dict, as in WebDataset."""
 
@@ -54,12 +57,14 @@ def open_caches() -> "list[TarBlocks]":
     return list(_open)
 
 
-class _BlockLocation(NamedTuple):
-    """Where a block is on this machine: `offset` in the file at `path`."""
+class _OpenFile:
+    """A file that is closed as soon as nothing refers to it."""
 
-    path: Path
-    offset: int
-    is_cached: bool
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
 
 
 class TarBlocks(Dataset[Any]):
@@ -86,7 +91,8 @@ class TarBlocks(Dataset[Any]):
         self._open_blocks = OPEN_BLOCKS
         self._next: dict[int, None] = {}
         """The blocks that were announced last, in order."""
-        self._tables: OrderedDict[int, list[TarSample]] = OrderedDict()
+        self._tables = Recent(MOST_TABLES)
+        self._shards = Recent(OPEN_SHARDS)
         self._cache: BlockCache | None = None
         self._fetcher: BlockFetcher | None = None
 
@@ -116,6 +122,8 @@ class TarBlocks(Dataset[Any]):
     def hold(self, blocks: int, processes: int) -> None:
         """Prepare for reads from `blocks` blocks at a time. Raises ConfigError if the cache is too small."""
         self._open_blocks = blocks
+        self._tables.capacity = max(MOST_TABLES, 2 * blocks)
+        self._shards.capacity = max(OPEN_SHARDS, min(blocks, getrlimit(RLIMIT_NOFILE)[0] // 4))
         lengths = sorted((block.length for block in self.blocks if is_remote(block.address)), reverse=True)
         if (needed := sum(lengths[:blocks])) > self.cache_bytes:
             raise ConfigError(
@@ -149,7 +157,7 @@ class TarBlocks(Dataset[Any]):
 
     def __getstate__(self) -> Mapping[str, Any]:
         # Another process starts its own.
-        return {**self.__dict__, "_cache": None, "_fetcher": None, "_tables": OrderedDict(), "_next": {}}
+        return {**self.__dict__, "_cache": None, "_fetcher": None, "_next": {}}
 
     def status(self) -> SharedStatus | None:
         """Return the counters of the fetching process; None if there is none yet."""
@@ -170,21 +178,19 @@ class TarBlocks(Dataset[Any]):
 
     def _read(self, number: int, samples: Sequence[int]) -> list[dict[str, Any]]:
         """Return the samples with these numbers in a block, not decoded."""
-        chosen = [self._table(number)[each] for each in samples]
-        with self._opened(number) as (descriptor, offset):
-            found = [_sample(descriptor, offset, each) for each in chosen]
+        table = self._tables.get(number, partial(self._checked, number))
+        file, offset = self._opened(number)
+        chosen = [table[each] for each in samples]
+        found = [_sample(file.descriptor, offset, each) for each in chosen]
         if self._fetcher is not None and is_remote(self.blocks[number].address):
             self._fetcher.status.needed(sum(each.size for each in chosen), _reader())
         return found
 
-    def _table(self, number: int) -> list[TarSample]:
-        """Return the files of a block's samples, after its CRC-32 was checked once."""
-        if number in self._tables:
-            self._tables.move_to_end(number)
-            return self._tables[number]
+    def _checked(self, number: int) -> list[TarSample]:
+        """Return the files of a block's samples, after a check of its CRC-32."""
         block = self.blocks[number]
-        with self._opened(number) as (descriptor, offset):
-            raw = os.pread(descriptor, block.length, offset)
+        file, offset = self._opened(number)
+        raw = os.pread(file.descriptor, block.length, offset)
         if len(raw) != block.length or zlib.crc32(raw) != block.crc32:
             raise ConfigError(f"{block}: {self._what_differs(block)}")
         try:
@@ -195,45 +201,39 @@ class TarBlocks(Dataset[Any]):
             raise ConfigError(
                 f"{block}: expected {block.samples} samples, got {len(table)}; run `tandem index` again"
             )
-        if len(self._tables) >= max(MOST_TABLES, 2 * self._open_blocks):
-            self._tables.popitem(last=False)
-        self._tables[number] = table
         return table
 
     def _what_differs(self, block: StoredBlock) -> str:
         """Return what is wrong with a block, and remove it from the cache."""
         if not is_remote(block.address):
+            self._shards.forget(block.address)
             return "the file has changed since it was indexed; run `tandem index` again"
         assert self._cache is not None
         self._cache.discard(self._cache.path(block))
         return f"its file in the cache {self.cache_dir} was damaged, and is removed; start again"
 
-    @contextmanager
-    def _opened(self, number: int) -> Iterator[tuple[int, int]]:
-        """Open the file with a block: its descriptor, and the first byte of the block in it."""
-        place = self._place(number)
-        try:
-            descriptor = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            if not is_remote(self.blocks[number].address):
-                raise ConfigError(f"cannot read {place.path}: there is no such file") from None
-            with self._opened(number) as found:  # evicted since it was seen
-                yield found
-            return
-        except OSError as error:
-            raise ConfigError(f"cannot read {place.path}: {error.strerror or error}") from error
-        try:
-            if place.is_cached:
-                os.utime(descriptor)  # the least recently used is evicted first
-            yield descriptor, place.offset
-        finally:
-            os.close(descriptor)
-
-    def _place(self, number: int) -> _BlockLocation:
+    def _opened(self, number: int) -> tuple[_OpenFile, int]:
+        """Open the file with a block, and return it with the first byte of the block in it."""
         block = self.blocks[number]
-        if not is_remote(block.address):
-            return _BlockLocation(Path(block.address), block.offset, False)
-        return _BlockLocation(self._started().wait_for(block, _reader()), 0, True)
+        remote = is_remote(block.address)
+        path = self._started().wait_for(block, _reader()) if remote else block.address
+        try:
+            if not remote:
+                return self._shards.get(path, partial(_open_file, path)), block.offset
+            # Not kept open: a block that is evicted meanwhile would still take its space on the disk.
+            file = _open_file(path)
+        except FileNotFoundError:
+            if remote:
+                return self._opened(number)  # evicted since it was seen
+            raise ConfigError(f"cannot read {path}: there is no such file") from None
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+        os.utime(file.descriptor)  # the least recently used is evicted first
+        return file, 0
+
+
+def _open_file(path: str | Path) -> _OpenFile:
+    return _OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
 
 
 def _reader() -> int:
