@@ -112,7 +112,7 @@ def rows(launches: int, print_line: Callable[[str], None]) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="tandem-ledger-") as folder:
         run = PlantedRun(Path(folder) / "run")
         for number in range(launches):
-            run.launch(is_stopped=number % 2 == 0)
+            run.launch(is_stopped=(launches - number) % 2 == 1)  # the last one is stopped, not killed
             print_line(f"launch {number + 1} of {launches}")
         reported = run.reported()
     for cause, planted in run.costs.items():

@@ -18,10 +18,13 @@ def render(found: dict[str, Any]) -> str:
     return "\n".join([lines[0], "|---" * len(HEAD) + "|", *lines[1:], "", *settings])
 
 
+IN_BRIEF = ("task", "torchft", "in-process", "torchrun")
+
+
 def brief(found: dict[str, Any]) -> tuple[str, str]:
-    """Return the trials, and the median to the next step, of each contender that recovered."""
+    """Return the trials, and the median to the next step, of the contenders in IN_BRIEF that recovered."""
     medians, counts = [], []
-    for entry in found["contenders"].values():
+    for entry in (found["contenders"][name] for name in IN_BRIEF if name in found["contenders"]):
         seconds = [each["next_step"] for each in entry["trials"] if each["next_step"] is not None]
         if seconds:
             medians.append(f"{entry['title']} {statistics.median(seconds):.2f} s")

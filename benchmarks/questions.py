@@ -65,6 +65,12 @@ QUESTIONS = (
         "node_check.json",
         "`tandem doctor --join` on eight network namespaces of one machine.",
     ),
+    Question(
+        "The time ledger and a clock outside the run",
+        "ledger_trials.py",
+        "ledger.json",
+        f"{SMALL} Two ranks, a step of 20 ms and more; without snapshots in memory.",
+    ),
     Question("A long run that is killed repeatedly", "endurance.py", "endurance.json", SMALL),
     Question("A long run without faults", "endurance.py --steps 1000000 --kills 0", "long_run.json", SMALL),
     Question("A CPU hog on each core", "busy_machine.py", "busy_machine.json", CNN),

@@ -117,7 +117,7 @@ def test_each_measured_figure_is_in_the_section_that_its_row_links_to() -> None:
     table = [line for line in section.splitlines() if line.startswith("|")]
     assert table[0].startswith("| measured |") and len(table) >= 8, table
     for row in table[2:]:
-        match = re.match(r"\| \[.+\]\((docs/(?:reliability|benchmarks)\.md)#([\w-]+)\) \|", row)
+        match = re.match(r"\| \[.+\]\((docs/(?:reliability|benchmarks|compared)\.md)#([\w-]+)\) \|", row)
         assert match, f"no link to how this was taken: {row}"
         sections = (ROOT / match[1]).read_text(encoding="utf-8").split("\n## ")
         taken = [each for each in sections if anchor(each.partition("\n")[0]) == match[2]]
