@@ -134,6 +134,13 @@ def is_alive(pid: int) -> bool:
     return stat_of(pid)[:1] not in ([], *([state] for state in ENDED))
 
 
+def boot_id() -> str:
+    """Return the kernel's ID of this boot, which no other machine or boot has; "" if it cannot be read."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
+
+
 def control_groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
     """Yield (directory, version) of this process's control groups for `controller`, and of their parents.
 

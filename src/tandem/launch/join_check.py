@@ -36,6 +36,7 @@ from tandem.launch.store_endpoint import StoreEndpoint
 from tandem.log import setup
 from tandem.platforms.environment import LOOPBACK
 from tandem.platforms.placement import Placement, detect, of_this_process
+from tandem.process import boot_id
 from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
 from tandem.telemetry.messages import checked
@@ -43,7 +44,6 @@ from tandem.text import first_line, format_duration
 from tandem.timeouts import JOIN_ANSWER_SECONDS, JOIN_POLL_SECONDS
 
 SHARED_MEMORY = Path("/dev/shm")
-MACHINE_ID = Path("/proc/sys/kernel/random/boot_id")
 HELLO = 0
 REMEDIES = {
     "clock": "synchronize it (chrony, systemd-timesyncd); for a container, do that on the host",
@@ -187,12 +187,11 @@ class NodeUnderTest:
             "cores": float(len(os.sched_getaffinity(0))),
             "seconds": time.monotonic() - began,
         }
-        machine = MACHINE_ID.read_text(encoding="ascii") if MACHINE_ID.is_file() else socket.gethostname()
         names = {
             "host": socket.gethostname(),
             "address": self._listener.host,
             "token": self._listener.token,
-            "machine": machine,
+            "machine": boot_id() or socket.gethostname(),
         }
         return CheckAnswer(values, names, [_as_json(each) for each in checks])
 

@@ -16,7 +16,6 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -47,6 +46,7 @@ from tandem.launch.rendezvous import (
 from tandem.launch.rendezvous_state import poll_intervals
 from tandem.launch.watchdog import Watchdog
 from tandem.platforms.placement import Placement
+from tandem.process import boot_id
 from tandem.timeouts import (
     FIRST_CALL_SECONDS,
     KEEP_ALIVE_ATTEMPTS,
@@ -64,7 +64,6 @@ log = logging.getLogger("tandem.agent")
 
 PLACES_KEY = "tandem/places"
 SPARES_LEFT_KEY = "tandem/spares/left"
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class PlaceLostError(Exception):
@@ -125,8 +124,7 @@ class ElasticPlace(Places):
     """
 
     def __init__(self, node: NodeContext) -> None:
-        boot = BOOT_ID.read_text(encoding="ascii").strip() if BOOT_ID.exists() else ""
-        self._key = f"tandem/left-out/{node.placement.node_rank}/{boot}"
+        self._key = f"tandem/left-out/{node.placement.node_rank}/{boot_id()}"
         self._is_out = False
 
     def check(self, store: TCPStore) -> None:

@@ -24,7 +24,7 @@ from tandem.errors import ConfigError, RunTakenError, StoppedError
 from tandem.log import printable
 from tandem.platforms.environment import LOOPBACK
 from tandem.platforms.placement import Placement
-from tandem.process import stat_of
+from tandem.process import boot_id, stat_of
 from tandem.timeouts import OWNER_EXPIRY_SECONDS, OWNER_LOOK_SECONDS, OWNER_RENEW_SECONDS
 
 log = logging.getLogger("tandem.run")
@@ -79,7 +79,7 @@ class LeaseRecord:
             word=secrets.token_hex(8),
             host=os.uname().nodename,
             machine=_first_line("/etc/machine-id"),
-            boot=_first_line("/proc/sys/kernel/random/boot_id"),
+            boot=boot_id(),
             space=os.stat("/proc/self/ns/pid").st_ino,
             process=pid,
             born=_born(pid) or 0,

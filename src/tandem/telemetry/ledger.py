@@ -220,8 +220,8 @@ def _redone(period: Period, training: float, survivor: int | None) -> float:
 def _unseen(period: Period, training: float, survivor: int | None) -> float:
     """Return the seconds of steps that count but were not reported to the agent before the ranks ended.
 
-    A later period continues after these steps. Their time is part of `stalled`. Steps that a launch finished
-    between its last write and its kill count as time without a launch.
+    A later period continues after these steps. Their time is part of `stalled`. If the launch was killed, the
+    rest of it, from its last write to the kill, is in the time without a launch.
     """
     if survivor is None or period.first is None or period.last <= period.first:
         return 0.0

@@ -245,7 +245,7 @@ def _exchange(run: Measured, step: float) -> Iterable[_Limit]:
     # fsdp's exchanges cannot be compressed.
     is_fsdp = run.settings.get("strategy") == "fsdp"
     compresses = not is_fsdp and run.settings.get("gradient_compression") in (None, "none")
-    remedy = "" if not compresses else ", or --gradient-compression bf16"
+    remedy = ", or --gradient-compression bf16" if compresses else ""
     yield _Limit(share, f"{text}; try a larger --batch-size{remedy}, or a faster network")
 
 
