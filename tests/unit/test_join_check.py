@@ -34,6 +34,7 @@ from tandem.launch.rendezvous import serve
 from tandem.platforms.environment import Placement
 
 HERE = "127.0.0.1"
+BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": HERE, "MASTER_PORT": "29500"}
 
 
 class SteadyNode(NodeUnderTest):
@@ -87,10 +88,27 @@ def test_a_node_that_does_not_come_is_named(tmp_path: Path) -> None:
     assert verdict["nodes"][1]["checks"][0]["name"] == "start"
 
 
-def test_one_node_alone_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launch", "environ", "what"),
+    [
+        ({}, {}, "only one node"),
+        ({"nodes": 2}, {}, "simulated nodes"),
+        ({}, BY_HAND, "one process per rank"),
+    ],
+)
+def test_what_is_no_job_of_several_nodes_is_refused(
+    tmp_path: Path, launch: dict[str, int], environ: dict[str, str], what: str
+) -> None:
+    settings = Settings.from_dict({"run_dir": str(tmp_path), **launch})
+    with pytest.raises(ConfigError, match=f"{what}.*--master HOST:PORT"):
+        check_nodes(settings, environ, lambda folder: ())
+
+
+def test_a_master_whose_name_does_not_resolve_is_named(tmp_path: Path) -> None:
     settings = Settings.from_dict({"run_dir": str(tmp_path)})
-    with pytest.raises(ConfigError, match="this is node 0 of 1.*--master HOST:PORT"):
-        check_nodes(settings, {}, lambda folder: ())
+    placement = Placement("none", 2, 0, 1, "no-such-host.invalid", 29500)
+    with pytest.raises(ConfigError, match=r"no-such-host\.invalid does not resolve.*--master"):
+        NodeUnderTest(placement, settings, {}, lambda folder: ())
 
 
 def test_a_device_that_multiplies_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,10 +86,10 @@ def check_nodes(
     """
     placement = detect(of_this_process(environ), socket.gethostname(), settings.launch)
     nodes = placement.nodes + placement.spares
-    if nodes < 2 or placement.starts_all or placement.rank is not None:
+    if (what := _what_is_here(placement, nodes)) is not None:
         raise ConfigError(
-            f"--join tests the nodes of a job against each other, but this is {placement}; run it once on "
-            "each node with the settings of tandem launch, such as --nodes 2 --node-rank 0 --master HOST:PORT"
+            f"--join tests the nodes of a job against each other, but {what}; run it once on each node with "
+            "the settings of tandem launch, such as --nodes 2 --node-rank 0 --master HOST:PORT"
         )
     setup(None, None, placement.node_rank, True, False)
     endpoint = StoreEndpoint(placement, take_key(os.environ))
@@ -108,6 +108,17 @@ def check_nodes(
         remedy = "start it again on all nodes" if is_first else "see the output of node 0"
         raise PeerLostError(f"the check of the nodes was cut off: {first_line(error)}; {remedy}") from error
     return _exit_code(verdict, placement), verdict
+
+
+def _what_is_here(placement: Placement, nodes: int) -> str | None:
+    """Return what this process belongs to instead of a job of several nodes, or None."""
+    if placement.rank is not None:
+        return f"this is one process per rank ({placement})"
+    if nodes < 2:
+        return "this job has only one node"
+    if placement.starts_all:
+        return f"--nodes {placement.nodes} alone means simulated nodes on this machine"
+    return None
 
 
 def _exit_code(verdict: Mapping[str, Any], placement: Placement) -> int:
@@ -150,6 +161,11 @@ class NodeUnderTest:
         try:
             host = LOOPBACK if placement.is_one_host else own_address(interface, placement.master_host)
             self._listener = LinkListener(host)
+        except socket.gaierror as error:
+            raise ConfigError(
+                f"the master's name {placement.master_host} does not resolve here ({error.strerror}); "
+                "expected a name or address of node 0, give --master HOST:PORT"
+            ) from error
         except OSError as error:
             raise ConfigError(
                 f"no address of this node that others reach: {error.strerror or error}; "
