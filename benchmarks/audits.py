@@ -1,10 +1,11 @@
 """Audit the documented ways to resume with Accelerate, Lightning and transformers, and confirm what is found.
 
-    python benchmarks/audits.py [--kills 3] [--only lightning ...] [--json benchmarks/results/audits.json]
+    python benchmarks/audits.py [--kills 3] [--jobs 1] [--json benchmarks/results/audits.json]
 
 Needs `make frameworks`, and FRAMEWORKS_PYTHON if that environment is elsewhere. Each row is a run of
 `tandem verify-resume -- python PROGRAM WAY` with a program of tests/programs. `audits_confirmed.py` there
-shows the same without the audit.
+shows the same without the audit. Programs that resume exactly are audited, too; a finding there is
+false.
 """
 
 import argparse
@@ -14,6 +15,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +59,12 @@ WAYS = (
         "huggingface/transformers/pull/46628",
     ),
 )  # fmt: skip
+CORRECT = (
+    *(("trainer", kind, seed) for kind in ("plain", "workers", "epochs", "manual") for seed in "12"),
+    *((f"audit_{name}", kind) for name in ("accelerate", "lightning") for kind in ("steps", "epochs") * 2),
+    *(("audit_transformers", kind) for kind in ("documented", "plain", "epochs", "documented")),
+)
+"""Programs of tests/programs that resume exactly, with their arguments; some are audited twice."""
 
 
 def python() -> str:
@@ -75,14 +85,17 @@ def said(*command: str, folder: str | None = None) -> str:
     return done.stdout
 
 
-def audited(way: Way, kills: int) -> dict[str, Any]:
-    """Return the verdict on one way, without paths of this machine."""
+def audited(program: str, arguments: Sequence[str], kills: int) -> dict[str, Any]:
+    """Return the verdict on a program of tests/programs, without paths of this machine, and the seconds."""
+    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tandem-audits-") as folder:
-        program = shutil.copy(PROGRAMS / f"audit_{way.framework}.py", folder)
+        copy = shutil.copy(PROGRAMS / f"{program}.py", folder)
         # The program is alone there, because the audit copies its directory.
         audit = (sys.executable, "-m", "tandem", "verify-resume", "--json", "--kills", str(kills), "--")
-        found = json.loads(said(*audit, python(), Path(program).name, way.kind, folder=folder))
-    return {key: found[key] for key in ("verdict", "why", "kinds", "trials")}
+        found = json.loads(said(*audit, python(), Path(copy).name, *arguments, folder=folder))
+    seconds = round(time.monotonic() - began, 1)
+    print(f"{program} {' '.join(arguments)}: {found['verdict']}, {seconds} s", file=sys.stderr, flush=True)
+    return {**{key: found[key] for key in ("verdict", "why", "kinds", "trials")}, "seconds": seconds}
 
 
 def confirmed(framework: str) -> dict[str, str]:
@@ -93,28 +106,38 @@ def confirmed(framework: str) -> dict[str, str]:
     return {way: text for way, _, text in found}
 
 
+def version_of(framework: str) -> str:
+    look = f"import importlib.metadata; print(importlib.metadata.version({framework!r}))"
+    return said(python(), "-c", look).strip()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    frameworks = list(dict.fromkeys(way.framework for way in WAYS))
     parser.add_argument("--kills", type=int, default=3, help="killed runs for each row [3]")
-    parser.add_argument("--only", nargs="+", choices=frameworks, default=frameworks)
+    parser.add_argument("--jobs", type=int, default=1, help="audits at a time [1]")
     parser.add_argument("--json", type=Path, help="write the rows there, too")
     asked = parser.parse_args()
+    frameworks = list(dict.fromkeys(way.framework for way in WAYS))
+    with ThreadPoolExecutor(asked.jobs) as jobs:
+        versions = jobs.map(version_of, frameworks)
+        again = jobs.map(confirmed, frameworks)
+        ways = [jobs.submit(audited, f"audit_{way.framework}", (way.kind,), asked.kills) for way in WAYS]
+        correct = [jobs.submit(audited, program, words, asked.kills) for program, *words in CORRECT]
+    about = {name: (version, found) for name, version, found in zip(frameworks, versions, again, strict=True)}
     rows = []
-    for framework in asked.only:
-        look = f"import importlib.metadata; print(importlib.metadata.version({framework!r}))"
-        version, again = said(python(), "-c", look).strip(), confirmed(framework)
-        for way in (each for each in WAYS if each.framework == framework):
-            issue = way.issue and f"{GITHUB}/{way.issue}"
-            row = {"framework": framework, "version": version, "way": way.about, "issue": issue}
-            rows.append({**row, **audited(way, asked.kills), "confirmed": again[way.confirmed]})
-            print(f"{framework} {version}, {way.kind}: {rows[-1]['verdict']}", file=sys.stderr, flush=True)
+    for way, job in zip(WAYS, ways, strict=True):
+        version, found = about[way.framework]
+        row = {"framework": way.framework, "version": version, "way": way.about}
+        issue = way.issue and f"{GITHUB}/{way.issue}"
+        rows.append({**row, "issue": issue, **job.result(), "confirmed": found[way.confirmed]})
+    named = zip(map(" ".join, CORRECT), correct, strict=True)
+    audits = [{"program": program, **job.result()} for program, job in named]
     if asked.json:
-        save({"rows": rows}, asked.json)
+        save({"rows": rows, "correct": audits}, asked.json)
     else:
-        print(json.dumps(rows, indent=1))
+        print(json.dumps({"rows": rows, "correct": audits}, indent=1))
     return 0
 
 

@@ -143,6 +143,10 @@ WAYS = {
 }
 
 
+def named(is_same: bool) -> str:
+    return "same" if is_same else "different"
+
+
 def compared(whole: list[Used], resumed: list[Used]) -> str:
     """Say how the steps after the save differ, in the rest of that epoch and after it."""
     due, got = whole[len(whole) - len(resumed) :], resumed
@@ -152,16 +156,16 @@ def compared(whole: list[Used], resumed: list[Used]) -> str:
         due = whole[MIDDLE:]
     first = STEPS - (len(whole) - len(due)) or STEPS
     samples = [[sample for step in steps[:first] for sample in step.samples] for steps in (due, got)]
-    parts.append(f"order {'same' if samples[0] == samples[1] else 'other'}")
+    parts.append(f"{named(samples[0] == samples[1])} order")
     if samples[1] == [sample for step in whole[:first] for sample in step.samples]:
-        parts.append("that of the first steps again")
+        parts.append("the order of the first steps repeats")
     lost = set(samples[0]) - set(samples[1])
-    parts.append(f"{len(lost)} samples of the epoch lost")
+    parts.append(f"{len(lost) or 'no'} samples lost")
     same = samples[0] == samples[1]
     is_same = [one.contents == two.contents for one, two in zip(due, got, strict=False)]
-    parts.append(f"contents {'same' if all(is_same) else 'other'}" if same else "")
+    parts.append(f"{named(all(is_same))} contents" if same else "")
     is_same = [one.drawn == two.drawn for one, two in zip(due, got, strict=False)]
-    parts.append(f"dropout {'same' if all(is_same) else 'other'}")
+    parts.append(f"{named(all(is_same))} dropout")
     return ", ".join(filter(None, parts))
 
 

@@ -74,18 +74,18 @@ FRAMEWORKS = {
 }
 CONFIRMED = {
     "accelerate": [
-        "accelerate, default: order other, 14 samples of the epoch lost, dropout other",
-        "accelerate, seedable: order same, 0 samples of the epoch lost, contents same, dropout other",
+        "accelerate, default: different order, 14 samples lost, different dropout",
+        "accelerate, seedable: same order, no samples lost, same contents, different dropout",
     ],
     "lightning": [
-        "lightning, steps: order other, that of the first steps again, 20 samples of the epoch lost, "
-        "dropout other",
-        "lightning, epochs: order other, that of the first steps again, 0 samples of the epoch lost, "
-        "dropout other",
+        "lightning, steps: different order, the order of the first steps repeats, 20 samples lost, "
+        "different dropout",
+        "lightning, epochs: different order, the order of the first steps repeats, no samples lost, "
+        "different dropout",
     ],
     "transformers": [
-        "transformers, plain: order same, 0 samples of the epoch lost, contents same, dropout same",
-        "transformers, augmented: order same, 0 samples of the epoch lost, contents other, dropout other",
+        "transformers, plain: same order, no samples lost, same contents, same dropout",
+        "transformers, augmented: same order, no samples lost, different contents, different dropout",
     ],
 }
 
