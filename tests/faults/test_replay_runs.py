@@ -64,6 +64,7 @@ def test_a_rank_that_computes_wrongly_ends_the_job_which_resumes_where_the_line_
     assert "resume from a checkpoint of step 10 or before" in output
     assert "with --spares or --elastic, the job would leave that node out" in output
     assert found_in(runs, "run") and len(runs.events("run", "world")) == 1, "not retried"
+    assert "tandem_replay_checks_total 3.0" in (runs.folder / "run" / "metrics.prom").read_text()
     summary = runs.finish("launch", "run", "--nodes", 3, *FLAGS, "--resume", "run@10")
     assert summary["weights_sha256"] == undisturbed
 

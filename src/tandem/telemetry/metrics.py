@@ -220,6 +220,8 @@ DATA_ERRORS = Counter("data_errors",
     "Samples that could not be read.", "optimization", labels("reason"), by_node=True)
 REPLICA_MISMATCHES = Counter("replica_mismatches",
     "Replicas whose parameters differed from rank 0's.", "optimization")
+REPLAY_CHECKS = Counter("replay_checks",
+    "Steps in which another rank repeated a micro-batch of each rank.", "optimization")
 REPLAY_MISMATCHES = Counter("replay_mismatches",
     "Ranks whose gradients or state differed when another rank repeated their work.", "optimization")
 

@@ -131,6 +131,7 @@ class ReplayCheck:
         """
         began = time.monotonic()
         self.is_due = False
+        self._recorder.samples(metrics.REPLAY_CHECKS.inc())
         zero = torch.zeros((), dtype=torch.int64, device=self._world.device)
         # With --devices-per-rank, the gradients of one rank are on several GPUs.
         own = [self._gradients.get(index, zero).to(zero.device) for index in range(len(self._names))]
