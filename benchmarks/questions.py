@@ -71,6 +71,12 @@ QUESTIONS = (
         "ledger.json",
         f"{SMALL} Two ranks, a step of 20 ms and more; without snapshots in memory.",
     ),
+    Question(
+        "What progress in the TrainJob and OpenTelemetry cost a step",
+        "outgoing_cost.py",
+        "outgoing_cost.json",
+        f"Over gloo, two ranks on one node; the servers run on the same cores.{BY_ROUND}",
+    ),
     Question("A long run that is killed repeatedly", "endurance.py", "endurance.json", SMALL),
     Question("A long run without faults", "endurance.py --steps 1000000 --kills 0", "long_run.json", SMALL),
     Question("A CPU hog on each core", "busy_machine.py", "busy_machine.json", CNN),

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,7 @@ MEANING = {"auto": "--snapshot-every auto", "1": "a snapshot after every step"}
 class Noted(Wide):
     """Weights and AdamW's two moments; rank 0 notes the mean of its steps in seconds, of both clocks."""
 
+    warmup: int = 20
     last: int = 0
     began = (0.0, 0.0)
 
@@ -48,10 +50,10 @@ class Noted(Wide):
 
     def after_step(self, model: nn.Module, step: int) -> None:
         now = (time.perf_counter(), time.process_time())
-        if step == WARM_UP:
+        if step == self.warmup:
             self.began = now
         elif step == self.last and torch.distributed.get_rank() == 0:
-            means = [(now[clock] - self.began[clock]) / (self.last - WARM_UP) for clock in (0, 1)]
+            means = [(now[clock] - self.began[clock]) / (self.last - self.warmup) for clock in (0, 1)]
             Path(os.environ[NOTES]).write_text(json.dumps(means))
 
 
@@ -64,27 +66,34 @@ class Run:
     interval: float | None
 
 
-def trained(every: str, steps: int, megabytes: int, folder: Path) -> Run:
-    """Train once. Raises RuntimeError if that fails."""
+def trained(
+    steps: int,
+    megabytes: int,
+    folder: Path,
+    *flags: object,
+    warmup: int = WARM_UP,
+    variables: Mapping[str, str] | None = None,
+) -> Run:
+    """Train once, on two nodes unless `flags` say otherwise. Raises RuntimeError if that fails."""
     notes = folder / "notes.json"
     notes.unlink(missing_ok=True)
     width = round((megabytes * 1e6 / 12) ** 0.5)
-    task = ["--task", f"{HERE}:Noted", "--task.width", width, "--task.last", WARM_UP + steps]
-    words = [*task, "--steps", WARM_UP + steps, "--batch-size", 48, "--snapshot-every", every]
-    words += ["--nodes", 2, "--nproc", 1, "--device", "cpu", "--threads", 1, "--run-dir", folder / "run"]
+    words: list[object] = ["--task", f"{HERE}:Noted", "--task.width", width]
+    words += ["--task.warmup", warmup, "--task.last", warmup + steps, "--steps", warmup + steps]
+    words += ["--batch-size", 48, "--nodes", 2, "--nproc", 1, "--device", "cpu", "--threads", 1]
     words += ["--checkpoint-every", "never", "--eval-every", "never", "--resume", "never"]
-    words += ["--metrics", 0, "--metrics-linger", 0, "--progress", "off"]
+    words += ["--metrics", 0, "--metrics-linger", 0, "--progress", "off", "--run-dir", folder / "run", *flags]
     own = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
     source = os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE.parent)])
     done = subprocess.run(
         [sys.executable, "-m", "tandem", "launch", *map(str, words)],
-        env={**own, NOTES: str(notes), "PYTHONPATH": source},
+        env={**own, NOTES: str(notes), "PYTHONPATH": source, **(variables or {})},
         timeout=LIMIT_SECONDS,
         capture_output=True,
         text=True,
     )
     if done.returncode != 0:
-        raise RuntimeError(f"--snapshot-every {every} ended with {done.returncode}: {done.stderr[-2000:]}")
+        raise RuntimeError(f"{flags} ended with {done.returncode}: {done.stderr[-2000:]}")
     shown = re.search(
         r"^tandem_snapshot_interval_seconds (\S+)$", (folder / "run/metrics.prom").read_text(), re.M
     )
@@ -97,7 +106,7 @@ def measure(rounds: int, steps: int, megabytes: int) -> list[Row]:
         first = number % len(KINDS)
         for every in KINDS[first:] + KINDS[:first]:
             with tempfile.TemporaryDirectory(prefix="snapshot-cost-") as folder:
-                run = trained(every, steps, megabytes, Path(folder))
+                run = trained(steps, megabytes, Path(folder), "--snapshot-every", every)
             found[every].append(run)
             print(f"round {number + 1}: {every}: {run}", file=sys.stderr, flush=True)
     intervals = sorted(run.interval or 0.0 for run in found["auto"])
@@ -113,8 +122,8 @@ def measure(rounds: int, steps: int, megabytes: int) -> list[Row]:
                 Row(
                     f"{clock}, {megabytes} MB of state, {MEANING[every]}",
                     rounds,
-                    f"{about.get(every, '') if of == 'seconds' else ''}{_spread(mine)}",
-                    f"--snapshot-every never {_spread(never)}",
+                    f"{about.get(every, '') if of == 'seconds' else ''}{spread(mine)}",
+                    f"--snapshot-every never {spread(never)}",
                     f"{cost:+.1%}",
                     f"at most +{MOST:.0%}" if has_target else "",
                     cost <= MOST if has_target else None,
@@ -126,7 +135,7 @@ def measure(rounds: int, steps: int, megabytes: int) -> list[Row]:
     return rows
 
 
-def _spread(seconds: list[float]) -> str:
+def spread(seconds: list[float]) -> str:
     lowest, highest = min(seconds) * 1000, max(seconds) * 1000
     return f"{statistics.median(seconds) * 1000:.1f} ms ({lowest:.1f} to {highest:.1f})"
 

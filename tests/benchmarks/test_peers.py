@@ -40,7 +40,7 @@ def test_a_killed_rank_of_a_task_costs_no_sample(tmp_path: Path, processes: Any)
     assert trial["ended"] == "" and trial["step"] > 0 and trial["megabytes"] > 0
     assert 0 < trial["next_step"] <= trial["all_ranks"] and trial["first_step"] > 0
     assert (trial["lost"], trial["twice"]) == (0, 0)
-    assert trial["repeated_steps"] <= 1, "the contract: a kill between a step and its snapshot costs that step"
+    assert trial["repeated_steps"] <= 1, "a kill between a step and its snapshot costs that step"
     assert found["contenders"]["task"]["versions"]["torch"] and found["machines"]["task"]["cores"]
 
 
