@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from receivers import Authority, Receiver
 from trials.collector import Collector
 
-MEGABYTES = 20
+MEGABYTES = 4
 WARM_UP = 200
 FAULTS = (429, 500, 503)
 MOST = {"status": 1.005, "otel": 1.01}

@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 TRAIN = Path(__file__).resolve().with_name("train.sbatch")
-NODES = ("node1", "node2")
 HEAD = "head"
 TOOLS = ("unshare", "nsenter", "setpriv", "mount", "ip", "munged", "slurmctld", "slurmd", "sbatch", "srun")
 UP_SECONDS = 60.0  # for a busy machine; usually a second or two
@@ -32,8 +31,6 @@ UP_SECONDS = 60.0  # for a busy machine; usually a second or two
 HOSTS = """\
 127.0.0.1 localhost
 10.77.0.1 head
-10.77.0.11 node1
-10.77.0.12 node2
 """
 SLURM_CONF = """\
 ClusterName=two
@@ -66,15 +63,15 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 GresTypes=gpu,shard
-NodeName=node[1-2] CPUs=4 RealMemory=1000 Gres=gpu:2,shard:8 State=UNKNOWN
+NodeName=node[1-{nodes}] CPUs=4 RealMemory=1000 Gres=gpu:2,shard:8 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=5 PreemptMode=OFF
 PartitionName=low Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
 """
 # Slurm sees a GPU as a file: jobs that request one get its variables, but no device.
 GRES_CONF = """\
-NodeName=node[1-2] Name=gpu File=/dev/null
-NodeName=node[1-2] Name=gpu File=/dev/zero
-NodeName=node[1-2] Name=shard Count=8
+NodeName=node[1-{nodes}] Name=gpu File=/dev/null
+NodeName=node[1-{nodes}] Name=gpu File=/dev/zero
+NodeName=node[1-{nodes}] Name=shard Count=8
 """
 
 
@@ -94,10 +91,11 @@ def _path() -> str:
 
 
 class Cluster:
-    """Two nodes and a controller, for the length of a `with` block; `folder` has state and logs."""
+    """Some nodes and a controller, for the length of a `with` block; `folder` has state and logs."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, nodes: int = 2) -> None:
         self.folder = folder
+        self.addresses = {f"node{number}": f"10.77.0.1{number}" for number in range(1, nodes + 1)}
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
             "SLURM_CONF": str(folder / "slurm.conf"),
@@ -125,7 +123,7 @@ class Cluster:
         self._holders.clear()
 
     def on(self, where: str, *command: str) -> list[str]:
-        """Return a command line that runs `command` on `head`, `node1` or `node2`, in this directory."""
+        """Return a command line that runs `command` on `head`, `node1`, `node2` ..., in this directory."""
         there = ["nsenter", "--target", str(self._pids[where]), "--net", "--uts", "--mount", "--pid"]
         return [*there, "--", "env", f"--chdir={os.getcwd()}", *command]
 
@@ -187,9 +185,11 @@ class Cluster:
 
     def _start(self) -> None:
         (self.folder / "state").mkdir(parents=True, exist_ok=True)
-        (self.folder / "slurm.conf").write_text(SLURM_CONF.format(folder=self.folder))
-        (self.folder / "gres.conf").write_text(GRES_CONF)
-        (self.folder / "hosts").write_text(HOSTS)
+        nodes = len(self.addresses)
+        (self.folder / "slurm.conf").write_text(SLURM_CONF.format(folder=self.folder, nodes=nodes))
+        (self.folder / "gres.conf").write_text(GRES_CONF.format(nodes=nodes))
+        others = [f"{address} {node}\n" for node, address in self.addresses.items()]
+        (self.folder / "hosts").write_text("".join([HOSTS, *others]))
         (self.folder / "resolv.conf").touch()  # empty: the host's name servers cannot be reached from here
         key = self.folder / "munge.key"
         key.unlink(missing_ok=True)
@@ -203,9 +203,11 @@ class Cluster:
         options = [f"--{name}={self.folder}/{file}" for name, file in (each.split("=") for each in files)]
         self.run("munged", "--force", f"--socket={self.folder}/munge.socket", *options)
         self.run("slurmctld", "-c")
-        for node in NODES:
+        for node in self.addresses:
             self._start_node(node)
-        self._until(lambda: {self.node_state(node) for node in NODES} == {"idle"}, "the nodes are not idle")
+        self._until(
+            lambda: {self.node_state(node) for node in self.addresses} == {"idle"}, "the nodes are not idle"
+        )
 
     def _start_node(self, node: str) -> None:
         self._hold(node, ["nsenter", "--target", str(self._pids[HEAD]), "--net", "--uts", "--mount", "--pid"])
@@ -214,8 +216,7 @@ class Cluster:
         subprocess.run([*on_head, "ip", "link", "delete", node], stderr=subprocess.DEVNULL, check=False)
         self._in_network(HEAD, f"ip link add {node} type veth peer name eth0 netns {self._pids[node]}")
         self._in_network(HEAD, f"ip link set {node} master br0 up")
-        address = next(line.split()[0] for line in HOSTS.splitlines() if line.endswith(node))
-        self._in_network(node, "ip link set lo up", f"ip addr add {address}/24 dev eth0")
+        self._in_network(node, "ip link set lo up", f"ip addr add {self.addresses[node]}/24 dev eth0")
         self._in_network(node, "ip link set eth0 up")
         self.run("slurmd", "-c", where=node)
 

@@ -5,6 +5,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from small_runs import Runs, rank_processes
 from patience import patient
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(3600)]
+AT_ONCE = 4
 
 
 class Ending:
@@ -111,19 +113,22 @@ KINDS: list[Callable[[Ending], str]] = [
 )
 def test_the_last_step_arrives(runs: Runs, sent: Sent, ends: int) -> None:
     runs.environment["OTEL_METRIC_EXPORT_INTERVAL"] = "3600000"  # only the end sends metrics again
-    chance = random.Random(ends)
-    missing = []
-    for number in range(ends):
-        kind = KINDS[number % len(KINDS)]
-        ending = Ending(sent, f"run-{number}", chance)
-        cause = kind(ending)
-        output, _ = ending.launch.communicate(timeout=patient(100))
-        ending.wait_for_sender()
-        last = sent.last_step(ending.run)
-        arrived = sent.collector.last_of_run("tandem_global_step", ending.run)
-        spans = sent.collector.spans("run")
-        span = only([each for each in spans if each.resource["tandem.run"] == ending.run])
-        print(f"{number + 1} {kind.__name__}: step {arrived} of {last}, {span.cause}", flush=True)
-        if (arrived, span.cause) != (last, cause):
-            missing.append(f"{ending.run} {kind.__name__}: step {arrived} of {last}, {span.cause}\n{output}")
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        missing = list(filter(None, pool.map(lambda number: missing_after(sent, number), range(ends))))
     assert not missing, f"{len(missing)} of {ends}: " + "\n".join(missing)
+
+
+def missing_after(sent: Sent, number: int) -> str:
+    """End a run in one of the ways; what the collector then lacks, or ""."""
+    kind = KINDS[number % len(KINDS)]
+    ending = Ending(sent, f"run-{number}", random.Random(number))
+    cause = kind(ending)
+    output, _ = ending.launch.communicate(timeout=patient(100))
+    ending.wait_for_sender()
+    last = sent.last_step(ending.run)
+    arrived = sent.collector.last_of_run("tandem_global_step", ending.run)
+    spans = sent.collector.spans("run")
+    span = only([each for each in spans if each.resource["tandem.run"] == ending.run])
+    found = f"{ending.run} {kind.__name__}: step {arrived} of {last}, {span.cause}"
+    print(found, flush=True)
+    return "" if (arrived, span.cause) == (last, cause) else f"{found}\n{output}"

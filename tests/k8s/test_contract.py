@@ -90,6 +90,31 @@ def test_trains_to_completion_without_a_warning_and_again_when_a_pod_is_killed(
         assert summary["weights_sha256"] == undisturbed["weights_sha256"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("manifest", "victim"),
+    [("pytorchjob", "tandem-worker-0"), pytest.param("indexed-job", "tandem-1", marks=pytest.mark.soak)],
+)
+def test_a_spare_pod_takes_the_place_of_a_killed_one(
+    cluster: Callable[[], Cluster], manifest: str, victim: str
+) -> None:
+    never = {"TANDEM_CHECKPOINT_EVERY": "never", "TANDEM_STEPS": "200", "TANDEM_TASK__DELAY": "0.05"}
+    run = Run(cluster(), manifest, TANDEM_SPARES="1", **never)
+    events = run.folder / "events.jsonl"
+    run.controller.start()
+    run.until(lambda: run.step_logged() >= 10 and "a spare" in run.controller.logs(), "step 10, and a spare")
+    run.controller.current[victim].send(signal.SIGKILL)
+    run.until(lambda: "node_replaced" in events.read_text(), "the spare has the place of the lost node")
+    summary = run.finish()
+    lines = map(json.loads, events.read_text().splitlines())
+    replaced = [(each["node"], each["by"]) for each in lines if each["kind"] == "node_replaced"]
+    assert replaced == [(1, 2)]
+    assert (summary["world_size"], summary["global_step"], summary["restarts"]) == (2, 200, 1)
+    assert run.steps_saved() == [200], "no checkpoint was read: there was none"
+    assert (victim, 137) in run.controller.codes and run.controller.current[victim].code == 0
+
+
 PLAIN = ("    optimizer.zero_grad()", "    time.sleep(0.02)\n        optimizer.zero_grad()")
 OWN_LOOP = ("    loss_c =", "    time.sleep(0.1)\n    loss_c =")
 

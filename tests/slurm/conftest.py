@@ -1,4 +1,4 @@
-"""One Slurm of two nodes for all tests of a module."""
+"""One Slurm for all tests of a module, of two nodes, or of as many as its NODES."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -12,12 +12,15 @@ from two_nodes import Cluster, available
 
 @pytest.fixture(scope="module")
 def slurm(
-    tmp_path_factory: pytest.TempPathFactory, require: Callable[..., None], module_processes: Any
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    require: Callable[..., None],
+    module_processes: Any,
 ) -> Iterator[Slurm]:
     here, why = available()
     require("slurm", here, why)
     folder = tmp_path_factory.mktemp("slurm")
-    with Cluster(folder / "cluster") as cluster:
+    with Cluster(folder / "cluster", getattr(request.module, "NODES", 2)) as cluster:
         (folder / "shared").mkdir()
         yield Slurm(cluster, folder / "shared", module_processes)
 

@@ -66,8 +66,9 @@ def test_what_compose_reads_from_its_environment_is_there_when_it_was_given(stub
     clean = {name: value for name, value in stubs.items() if name not in names}
 
     def seen(*words: str, **environ: str) -> dict[str, str]:
-        said = make("compose-up", {**clean, **environ}, *words, "PYTHON=env; true").stdout
-        pairs = (line.split("=", 1) for line in said.splitlines() if "=" in line)
+        done = make("compose-up", {**clean, **environ}, *words, "PYTHON=env; true")
+        assert done.returncode == 0, done.stderr
+        pairs = (line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
         return {name: value for name, value in pairs if name in names}
 
     assert seen() == {}, "an empty one would hide that of .env"
