@@ -98,16 +98,16 @@ def test_the_command(tmp_path: Path, file: Path) -> None:
     assert code == 0, output
     lines = output.splitlines()
     bound = f"{folder}:{folder},{runs}:{runs},/data:/data"
-    start = ["--kill-on-bad-exit=0", "--wait=0"]
+    start = ["--kill-on-bad-exit=0", "--wait=0", "--no-kill"]
     if file == APPTAINER:
         program = str(folder / "programs" / "apptainer")
         start += [program, "exec", "--bind", bound, "--pwd", str(folder), "--nv", where.name]
     else:
-        assert (kept := lines[5].removeprefix("--container-env=")) != lines[5]
+        assert (kept := lines[6].removeprefix("--container-env=")) != lines[6]
         known = {"TANDEM_RUN_DIR", "TANDEM_STATE_DIR", "TANDEM_METRICS", "TANDEM_JOB_SECRET"}
         assert known <= set(kept.split(","))
         start += [f"--container-image={where}", f"--container-mounts={bound}"]
-        start += [f"--container-workdir={folder}", lines[5], "--no-container-entrypoint"]
+        start += [f"--container-workdir={folder}", lines[6], "--no-container-entrypoint"]
     start += ["tandem", "launch", "--task", "two words"]
     assert lines[: len(start)] == start
     values = dict(line.partition("=")[::2] for line in lines[len(start) :])
