@@ -98,8 +98,14 @@ def test_examples_in_the_help_are_command_lines_that_hold(verb: str) -> None:
         (["report"], "the following arguments are required: RUN_DIR. See `tandem report --help`"),
         (["eval"], "the following arguments are required: RUN. See `tandem eval --help`"),
         (["export", "run", "--format", "onxx"], "--format: invalid choice: 'onxx' (choose from "),
-        (["verify-resume", "--trials", "0"], "--trials: invalid value '0'; expected "),
-        (["verify-resume", "--trials"], "--trials: missing value; expected "),
+        (
+            ["verify-resume", "--trials", "0"],
+            "--trials: invalid value '0'; expected an integer >= 1. See `tandem verify-resume --help`",
+        ),
+        (
+            ["verify-resume", "--trials"],
+            "--trials: missing value; expected an integer >= 1. See `tandem verify-resume --help`",
+        ),
         (["verify-resume", "--script", "nothing.py"], "no script nothing.py found"),
         (
             ["verify-resume", "--script", __file__, "--task", "digits"],

@@ -331,16 +331,18 @@ class Parser(argparse.ArgumentParser):
         (group or self).add_argument(flag, action=_Keep, dest=key, default=argparse.SUPPRESS, **more)
 
     def _mistake(self, flag: str, message: str) -> ConfigError:
+        # `config --explain` shows settings, not the options of a verb.
+        see = self._see if flag in FLAGS else self._help
         # argparse has no error codes, so its messages are recognized by their text.
         if message.startswith("expected one argument"):
             expected = self._valid.get(flag, "text")
-            return ConfigError(f"{flag}: missing value; expected {expected}. {self._see}")
+            return ConfigError(f"{flag}: missing value; expected {expected}. {see}")
         if message.startswith("ignored explicit argument "):
             return ConfigError(self._switch(flag, message.removeprefix("ignored explicit argument ")[1:-1]))
         if choice := re.fullmatch(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             message += did_you_mean(nearest(choice[1], re.findall(r"[\w-]+", choice[2])), ".")
             return ConfigError(f"{flag}: {message} {self._help}")
-        return ConfigError(f"{flag}: {message}. {self._see if flag in self._valid else self._help}")
+        return ConfigError(f"{flag}: {message}. {see}")
 
 
 class _Keep(argparse.Action):
