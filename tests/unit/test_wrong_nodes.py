@@ -1,13 +1,13 @@
 """When a node whose results are wrong is left out, and when the job ends instead."""
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from tandem.distributed.position import Grant, Position
 from tandem.errors import ReplayMismatchError
-from tandem.rank.restarts import leaving_out
+from tandem.rank.restarts import WrongNodeHandler
 
 STORE = ("127.0.0.1", 1, "generation/1")
 
@@ -40,6 +40,6 @@ def test_the_job_ends_where_the_node_cannot_be_left_out(
         world=SimpleNamespace(broadcast_json=lambda value: value),
         connection=SimpleNamespace(store=store),
     )
-    with pytest.raises(ReplayMismatchError, match=why_not) as caught, leaving_out(cast(Any, session)):
+    with pytest.raises(ReplayMismatchError, match=why_not) as caught, WrongNodeHandler(session).watching():
         raise ReplayMismatchError("step 16 does not count", nodes, clean)
     assert str(caught.value).startswith("step 16 does not count; ")

@@ -110,54 +110,61 @@ def check_products(session: RankSession) -> None:
         raise ReplayMismatchError(f"{named}; leave that machine out", nodes, session.resume_point.step)
 
 
-@contextlib.contextmanager
-def leaving_out(session: RankSession) -> Iterator[None]:
-    """Raise WrongNodeError instead of ReplayMismatchError if the node can be left out.
+class WrongNodeHandler:
+    """What a rank does when --replay-check has found that a node computes wrongly."""
 
-    Otherwise, the message also says why it cannot. All that was saved after the last clean check is set aside
-    first. No save may be under way after the block.
-    """
-    try:
-        yield
-    except ReplayMismatchError as error:
-        clean = error.clean
-        why = str(error)
-        # One rank decides for all, which would otherwise wait for each other in the collectives below.
-        why_not = session.world.broadcast_json(_why_not(session, error))
-        if why_not or clean is None:
-            raise ReplayMismatchError(f"{why}; {why_not}", error.nodes, clean) from error
-        (node,) = error.nodes
-        # Only ranks of this generation have snapshots after that check, and all of them come here.
-        for region in session.grant.memories_of(session.position.local_rank):
-            forget_after(region, clean)
-        session.world.on_first(lambda: _set_aside(session, node, clean, why))
-        raise WrongNodeError(f"node {node} computes wrongly") from error
+    def __init__(self, session: RankSession) -> None:
+        self._session = session
 
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Raise WrongNodeError instead of ReplayMismatchError if the node can be left out.
 
-def _why_not(session: RankSession, error: ReplayMismatchError) -> str:
-    """Return why the job cannot continue without the node that the error names, or ""."""
-    fewest = session.grant.fewest_nodes
-    if session.connection.store is None:
-        return "only `tandem launch` can leave a node out by itself"
-    if len(error.nodes) != 1:
-        return "the job leaves a node out by itself only if exactly one is certainly wrong"
-    if error.nodes[0] == 0:
-        return "the job cannot continue without node 0, which has the store"
-    if error.clean is None:
-        return "no check since the last start of the ranks was clean, so what to resume from is not known"
-    if session.settings.launch.spares == 0 and fewest is None:
-        return "with --spares or --elastic, the job would leave that node out and continue"
-    if fewest is not None and session.position.nodes <= fewest:
-        return f"without that node, fewer would be left than the {fewest} that --elastic requires"
-    return ""
+        Otherwise, the message also says why it cannot. All that was saved after the last clean check is set
+        aside first. No save may be under way after the block.
+        """
+        session = self._session
+        try:
+            yield
+        except ReplayMismatchError as error:
+            clean = error.clean
+            why = str(error)
+            # One rank decides for all, which would otherwise wait for each other in the collectives below.
+            why_not = session.world.broadcast_json(self._why_not(error))
+            if why_not or clean is None:
+                raise ReplayMismatchError(f"{why}; {why_not}", error.nodes, clean) from error
+            (node,) = error.nodes
+            # Only ranks of this generation have snapshots after that check, and all of them come here.
+            for region in session.grant.memories_of(session.position.local_rank):
+                forget_after(region, clean)
+            session.world.on_first(lambda: self._set_aside(node, clean, why))
+            raise WrongNodeError(f"node {node} computes wrongly") from error
 
+    def _why_not(self, error: ReplayMismatchError) -> str:
+        """Return why the job cannot continue without the node that the error names, or ""."""
+        session = self._session
+        fewest = session.grant.fewest_nodes
+        if session.connection.store is None:
+            return "only `tandem launch` can leave a node out by itself"
+        if len(error.nodes) != 1:
+            return "the job leaves a node out by itself only if exactly one is certainly wrong"
+        if error.nodes[0] == 0:
+            return "the job cannot continue without node 0, which has the store"
+        if error.clean is None:
+            return "no check since the last start of the ranks was clean, so what to resume from is not known"
+        if session.settings.launch.spares == 0 and fewest is None:
+            return "with --spares or --elastic, the job would leave that node out and continue"
+        if fewest is not None and session.position.nodes <= fewest:
+            return f"without that node, fewer would be left than the {fewest} that --elastic requires"
+        return ""
 
-def _set_aside(session: RankSession, node: int, clean: int, why: str) -> None:
-    """Move checkpoints after step `clean` aside, and tell the agents, which restart the ranks."""
-    moved_to = session.run.checkpoints.move_aside(after_step=clean)
-    if moved_to is not None:
-        log.warning("checkpoints after step %d may be wrong and were moved to %s", clean, moved_to)
-    connection = session.connection
-    assert connection.store is not None
-    note = WrongNode(connection.store[2], node, why.partition("; leave that machine out")[0])
-    note.write(open_store(session.position, connection, timedelta(seconds=LEAVE_SECONDS)))
+    def _set_aside(self, node: int, clean: int, why: str) -> None:
+        """Move checkpoints after step `clean` aside, and tell the agents, which restart the ranks."""
+        session = self._session
+        moved_to = session.run.checkpoints.move_aside(after_step=clean)
+        if moved_to is not None:
+            log.warning("checkpoints after step %d may be wrong and were moved to %s", clean, moved_to)
+        connection = session.connection
+        assert connection.store is not None
+        note = WrongNode(connection.store[2], node, why.partition("; leave that machine out")[0])
+        note.write(open_store(session.position, connection, timedelta(seconds=LEAVE_SECONDS)))

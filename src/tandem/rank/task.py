@@ -31,7 +31,7 @@ from tandem.errors import (
     WrongNodeError,
 )
 from tandem.log import log_if_slow
-from tandem.rank.restarts import OutOfMemoryHandler, check_products, leaving_out
+from tandem.rank.restarts import OutOfMemoryHandler, WrongNodeHandler, check_products
 from tandem.rank.session import RankSession
 from tandem.signals import StopFlag
 from tandem.tasks.base import TaskWithDefaults, load_task, task_class
@@ -222,13 +222,14 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
     if not is_tested and event_schedule.cadences["eval"].unit != "never":
         with log_if_slow("testing the evaluation"):
             evaluation.dry_run()
+    wrong_node = WrongNodeHandler(session)
     handler = OutOfMemoryHandler(session, data, train_state.shares, train_state.model)
     training = _training(session, train_state, partial(handler.scores, evaluation.scores), stop)
     session.begin_run(train_state.model)
     resume_point = session.resume_point
     planned = train_state.planned
     first = f"running the first steps (--log-every {settings.telemetry.log_every})"
-    with leaving_out(session), saver, log_if_slow(first) if world.is_first else nullcontext():
+    with wrong_node.watching(), saver, log_if_slow(first) if world.is_first else nullcontext():
         # After the task has ended a run, another --steps or --epochs continues it.
         saver.is_end = resume_point.ended_of == planned
         if world.size > 1:

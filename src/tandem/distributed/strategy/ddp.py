@@ -55,6 +55,7 @@ class DDPStrategy(OneRankDDPStrategy):
     def check_exchange(self, exchange: ExchangeConfig) -> None:
         super().check_exchange(exchange)
         self._compression = compression(exchange, self._group)
+        self._arguments = ddp_arguments(exchange)
         # Each rank has its own errors, so only a checkpoint has the whole state.
         self.shards_state = self._compression is not None and self._compression.remembers
 
@@ -75,7 +76,7 @@ class DDPStrategy(OneRankDDPStrategy):
             device_ids=self._group.ddp_devices,
             gradient_as_bucket_view=True,
             **buffers,
-            **ddp_arguments(self._exchange),
+            **self._arguments,
         )
         if self._compression is not None:
             self._compression.attach(self._ddp, self._carrier, self._named)
