@@ -72,6 +72,9 @@ QUESTIONS = (
         f"{SMALL} Two ranks, a step of 20 ms and more; without snapshots in memory.",
     ),
     Question(
+        "What a replay check costs", "replay_cost.py", "replay_cost.json", "Over gloo, an MLP with AdamW."
+    ),
+    Question(
         "What progress in the TrainJob and OpenTelemetry cost a step",
         "outgoing_cost.py",
         "outgoing_cost.json",
