@@ -15,6 +15,7 @@ from tandem.cli import run
 from tandem.errors import ConfigError
 from tandem.launch.kill import processes_of
 from tandem.log import redirect_output, setup
+from tandem.process import below, living
 from tandem.run.directory import RunDir
 
 WRITER = program_text("kill_writer")
@@ -64,12 +65,13 @@ def test_one_rank_of_one_run_is_killed(
     assert all(process.poll() is None for process in spared)
 
 
-def test_a_node_is_stopped_and_goes_on(start: Start, tmp_path: Path) -> None:
-    agent = start(tmp_path / "log" / "node-0.log")
+def test_a_node_is_stopped_with_its_ranks_and_goes_on(start: Start, tmp_path: Path) -> None:
+    agent = start(tmp_path / "log" / "node-0.log", of_child=tmp_path / "log" / "rank-0.log")
+    (rank,) = below(agent.pid)
     for name, state in (("STOP", "T"), ("CONT", "S")):
         run("kill", [str(tmp_path), "--node", "0", "--signal", name], {})
         deadline = time.monotonic() + 30
-        while (now := Path(f"/proc/{agent.pid}/stat").read_text().rpartition(")")[2].split()[0]) != state:
+        while (now := [living()[pid].state for pid in (agent.pid, rank.pid)]) != [state] * 2:
             assert time.monotonic() < deadline, now
             time.sleep(0.02)
 

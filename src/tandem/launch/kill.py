@@ -13,10 +13,12 @@ from pathlib import Path
 
 from tandem import layout
 from tandem.errors import ConfigError
-from tandem.process import stat_of
+from tandem.process import below, send, stat_of
 from tandem.run.directory import RunDir
 
 WRITES = os.O_WRONLY | os.O_RDWR
+FREEZING = ("STOP", "CONT")
+"""Signals that a node's ranks need, too. A killed agent takes its ranks with it; TERM lets it stop them."""
 
 
 def kill(run: RunDir, kind: str, number: int, name: str) -> str:
@@ -37,13 +39,19 @@ def kill(run: RunDir, kind: str, number: int, name: str) -> str:
         raise ConfigError(
             f"{run_dir} has no {kind} {number} on this machine; {kind}s running here: {here or 'none'}"
         )
+    freezes = kind == "node" and name in FREEZING
+    other_nodes = {each for (which, _), each in found.items() if which == "node" and each != pid}
+    ranks = below(pid, other_nodes) if freezes else []
+    signal_number = getattr(signal, f"SIG{name}")
     try:
-        os.kill(pid, getattr(signal, f"SIG{name}"))
+        os.kill(pid, signal_number)
     except ProcessLookupError:
         return f"{kind} {number} of {run_dir} (process {pid}) has just ended"
     except PermissionError as error:
         raise ConfigError(f"{kind} {number} of {run_dir} (process {pid}) belongs to another user") from error
-    return f"{kind} {number} of {run_dir} (process {pid}): SIG{name}"
+    send(signal_number, ranks)
+    more = f" and {len(ranks)} below it" if ranks else ""
+    return f"{kind} {number} of {run_dir} (process {pid}{more}): SIG{name}"
 
 
 def processes_of(run: RunDir) -> dict[tuple[str, int], int]:
