@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from table import Row, finish
+from tandem.process import below, living, stat_of
 from wide_model import Wide
 
 HERE = Path(__file__).resolve()
@@ -37,32 +38,50 @@ KINDS = ("auto", "1", "never")
 MEANING = {"auto": "--snapshot-every auto", "1": "a snapshot after every step"}
 
 
+def _beside_ranks() -> float:
+    """Return the processor seconds of this node's other processes: the agent, and what it has started."""
+    everything = living()
+    agent = everything[os.getpid()]
+    while (parent := everything[agent.parent]).name.startswith("tandem"):
+        agent = parent
+    beside = [agent, *below(agent.pid, among=everything)]
+    fields = [stat_of(each.pid) for each in beside if not each.name.startswith("tandem-rank")]
+    return sum(int(each[11]) + int(each[12]) for each in fields if each) / os.sysconf("SC_CLK_TCK")
+
+
 @dataclass
 class Noted(Wide):
-    """Weights and AdamW's two moments; rank 0 notes the mean of its steps in seconds, of both clocks."""
+    """Weights and AdamW's two moments; rank 0 notes the mean of its steps in seconds, of three clocks.
+
+    They are the wall clock, its own processor time, and that of the processes beside the ranks.
+    """
 
     warmup: int = 20
     last: int = 0
-    began = (0.0, 0.0)
+    began = (0.0, 0.0, 0.0)
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), 1e-3)
 
     def after_step(self, model: nn.Module, step: int) -> None:
-        now = (time.perf_counter(), time.process_time())
+        if step not in (self.warmup, self.last) or torch.distributed.get_rank() > 0:
+            return
+        now = (time.perf_counter(), time.process_time(), _beside_ranks())
         if step == self.warmup:
             self.began = now
-        elif step == self.last and torch.distributed.get_rank() == 0:
-            means = [(now[clock] - self.began[clock]) / (self.last - self.warmup) for clock in (0, 1)]
+        else:
+            pairs = zip(now, self.began, strict=True)
+            means = [(ended - began) / (self.last - self.warmup) for ended, began in pairs]
             Path(os.environ[NOTES]).write_text(json.dumps(means))
 
 
 @dataclass(frozen=True)
 class Run:
-    """Mean seconds of a step, processor seconds in it, and the interval in the metrics (None: not there)."""
+    """Means of a step in seconds, as in `Noted`, and the interval in the metrics (None: not there)."""
 
     seconds: float
     processor: float
+    beside: float
     interval: float | None
 
 
