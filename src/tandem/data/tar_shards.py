@@ -3,6 +3,7 @@
 import math
 import os
 import tempfile
+import time
 import weakref
 import zlib
 from bisect import bisect_right
@@ -34,6 +35,8 @@ OPEN_BLOCKS = 320
 """How many blocks a rank reads from at a time if `hold` was not called: 64 lanes of 5."""
 OPEN_SHARDS = 16
 """Shards on this machine that stay open; `hold` raises it up to a quarter of what the process may open."""
+USED_SECONDS = 1.0
+"""Pause after which a block's time of use is set again: eviction needs no finer order."""
 KEY = "__key__"
 """The name of a sample's key in its dict, as in WebDataset."""
 
@@ -67,6 +70,18 @@ class _OpenFile:
         os.close(self.descriptor)
 
 
+class _Reading:
+    """A block that is read from: its file, the files of its samples, and when its time of use was set."""
+
+    __slots__ = ("is_cached", "path", "table", "used")
+
+    def __init__(self, path: str, is_cached: bool) -> None:
+        self.path = path
+        self.is_cached = is_cached
+        self.table: list[TarSample] = []
+        self.used = -math.inf
+
+
 class TarBlocks(Dataset[Any]):
     """The samples of the tar shards in an index, in its order.
 
@@ -91,7 +106,7 @@ class TarBlocks(Dataset[Any]):
         self._open_blocks = OPEN_BLOCKS
         self._next: dict[int, None] = {}
         """The blocks that were announced last, in order."""
-        self._tables = Recent(MOST_TABLES)
+        self._reading = Recent(MOST_TABLES)
         self._shards = Recent(OPEN_SHARDS)
         self._cache: BlockCache | None = None
         self._fetcher: BlockFetcher | None = None
@@ -117,12 +132,12 @@ class TarBlocks(Dataset[Any]):
             size -= self.blocks[number].length
             del self._next[number]
         if self._next:
-            self._started().read_next(tuple(self._next), self.blocks)
+            self._started()[1].read_next(tuple(self._next), self.blocks)
 
     def hold(self, blocks: int, processes: int) -> None:
         """Prepare for reads from `blocks` blocks at a time. Raises ConfigError if the cache is too small."""
         self._open_blocks = blocks
-        self._tables.capacity = max(MOST_TABLES, 2 * blocks)
+        self._reading.capacity = max(MOST_TABLES, 2 * blocks)
         self._shards.capacity = max(OPEN_SHARDS, min(blocks, getrlimit(RLIMIT_NOFILE)[0] // 4))
         lengths = sorted((block.length for block in self.blocks if is_remote(block.address)), reverse=True)
         if (needed := sum(lengths[:blocks])) > self.cache_bytes:
@@ -169,39 +184,43 @@ class TarBlocks(Dataset[Any]):
             self._fetcher.close()
             self._fetcher = None
 
-    def _started(self) -> BlockFetcher:
-        if self._fetcher is None:
+    def _started(self) -> tuple[BlockCache, BlockFetcher]:
+        if self._cache is None or self._fetcher is None:
             self._cache = BlockCache(self.cache_dir, self.cache_bytes)
             self._fetcher = BlockFetcher(self._cache, min(self.deadline, _longest_wait))
             _open.add(self)
-        return self._fetcher
+        return self._cache, self._fetcher
 
     def _read(self, number: int, samples: Sequence[int]) -> list[dict[str, Any]]:
         """Return the samples with these numbers in a block, not decoded."""
-        table = self._tables.get(number, partial(self._checked, number))
-        file, offset = self._opened(number)
-        chosen = [table[each] for each in samples]
+        reading = self._reading.get(number, partial(self._checked, number))
+        file, offset = self._opened(self.blocks[number], reading)
+        chosen = [reading.table[each] for each in samples]
         found = [_sample(file.descriptor, offset, each) for each in chosen]
-        if self._fetcher is not None and is_remote(self.blocks[number].address):
+        if reading.is_cached and self._fetcher is not None:
             self._fetcher.status.needed(sum(each.size for each in chosen), _reader())
         return found
 
-    def _checked(self, number: int) -> list[TarSample]:
-        """Return the files of a block's samples, after a check of its CRC-32."""
+    def _checked(self, number: int) -> _Reading:
+        """Begin to read from a block: check its CRC-32, and list its samples' files."""
         block = self.blocks[number]
-        file, offset = self._opened(number)
+        is_cached = is_remote(block.address)
+        path = str(self._started()[0].path(block)) if is_cached else block.address
+        reading = _Reading(path, is_cached)
+        file, offset = self._opened(block, reading)
         raw = os.pread(file.descriptor, block.length, offset)
         if len(raw) != block.length or zlib.crc32(raw) != block.crc32:
             raise ConfigError(f"{block}: {self._what_differs(block)}")
         try:
-            table = samples_of(raw)
+            reading.table = samples_of(raw)
         except ValueError as error:
             raise ConfigError(f"{block}: {error}; run `tandem index` again") from error
-        if len(table) != block.samples:
+        if len(reading.table) != block.samples:
             raise ConfigError(
-                f"{block}: expected {block.samples} samples, got {len(table)}; run `tandem index` again"
+                f"{block}: expected {block.samples} samples, got {len(reading.table)}; "
+                "run `tandem index` again"
             )
-        return table
+        return reading
 
     def _what_differs(self, block: StoredBlock) -> str:
         """Return what is wrong with a block, and remove it from the cache."""
@@ -212,24 +231,35 @@ class TarBlocks(Dataset[Any]):
         self._cache.discard(self._cache.path(block))
         return f"its file in the cache {self.cache_dir} was damaged, and is removed; start again"
 
-    def _opened(self, number: int) -> tuple[_OpenFile, int]:
+    def _opened(self, block: StoredBlock, reading: _Reading) -> tuple[_OpenFile, int]:
         """Open the file with a block, and return it with the first byte of the block in it."""
-        block = self.blocks[number]
-        remote = is_remote(block.address)
-        path = self._started().wait_for(block, _reader()) if remote else block.address
+        if reading.is_cached:
+            return self._opened_in_cache(block, reading), 0
+        path = reading.path
         try:
-            if not remote:
-                return self._shards.get(path, partial(_open_file, path)), block.offset
-            # Not kept open: a block that is evicted meanwhile would still take its space on the disk.
-            file = _open_file(path)
+            return self._shards.get(path, partial(_open_file, path)), block.offset
         except FileNotFoundError:
-            if remote:
-                return self._opened(number)  # evicted since it was seen
             raise ConfigError(f"cannot read {path}: there is no such file") from None
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
-        os.utime(file.descriptor)  # the least recently used is evicted first
-        return file, 0
+
+    def _opened_in_cache(self, block: StoredBlock, reading: _Reading) -> _OpenFile:
+        _, fetcher = self._started()
+        fetcher.status.raise_failure()
+        while True:
+            try:
+                # Not kept open: a block that is evicted meanwhile would still take its space on the disk.
+                file = _open_file(reading.path)
+                break
+            except FileNotFoundError:  # not there yet, or evicted
+                fetcher.wait_for(block, _reader())
+            except OSError as error:
+                raise ConfigError(f"cannot read {reading.path}: {error.strerror or error}") from error
+        # The least recently used is evicted first.
+        if (now := time.monotonic()) - reading.used >= USED_SECONDS:
+            reading.used = now
+            os.utime(file.descriptor)
+        return file
 
 
 def _open_file(path: str | Path) -> _OpenFile:
