@@ -87,7 +87,8 @@ class ParquetRows(Dataset[dict[str, Any]]):
         return self._decoded.get(block, partial(self._decode, self.groups[block]))  # type: ignore[no-any-return]
 
     def _decode(self, group: RowGroup) -> Columns:
-        file = self._files.get(group.path, lambda: _pyarrow().ParquetFile(group.path))
+        # `will_need` reads ahead; to do it again for each row group takes longer than to decode a small one.
+        file = self._files.get(group.path, lambda: _pyarrow().ParquetFile(group.path, pre_buffer=False))
         table = file.read_row_group(group.number, columns=self.columns, use_threads=False)
         if table.num_rows != group.rows:
             raise OSError(f"{group.path} has changed: row group {group.number} had {group.rows:,} rows")
