@@ -168,6 +168,21 @@ def test_the_file_of_two_launches(tmp_path: Path) -> None:
     assert found.parts["away"] == pytest.approx(76)
 
 
+def test_a_slow_first_step_belongs_to_the_start(tmp_path: Path) -> None:
+    ledger = LedgerFile(tmp_path / "goodput.jsonl", 1000.0, 0.0)
+    ledger.enter("resume", 1.0)
+    ledger.enter("train", 5.0)
+    ledger.begins(7, 5.0)
+    ledger.finished(7, 5.5)  # a heartbeat of the step that was loaded
+    ledger.finished(9, 9.0)  # 4 s for two steps, and then half a second for each
+    ledger.finished(13, 11.0)
+    ledger.finished(14, 12.0)
+    ledger.closed(FINISHED, 12.0)
+    (period,) = ledger.periods(12.0)
+    assert (period.seconds["resume"], period.seconds["train"]) == (4.0 + 3.0, 4.0)
+    assert period.length == 12.0
+
+
 def test_a_torn_line_of_a_killed_launch_is_dropped_and_the_file_stays_small(tmp_path: Path) -> None:
     path = tmp_path / "goodput.jsonl"
     launch(path, 1000.0, None)

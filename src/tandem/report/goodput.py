@@ -20,7 +20,7 @@ MEANING = {
     "save": "saves that block training",
     "start": "starts: imports, preparing data",
     "rendezvous": "nodes waiting for each other",
-    "resume": "loading states, first batches",
+    "resume": "loading states, slow first steps",
     "end": "ending, waiting for the last scrape",
     "away": "no launch was running",
 }

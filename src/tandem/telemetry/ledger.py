@@ -247,6 +247,8 @@ class LedgerFile:
         self._periods = [Period(launch, launch)]
         self._clock = ActivityClock(now)
         self._stepped = now  # when the last step was finished
+        self._first_steps: tuple[int, float] | None = None  # the first report of a period: steps, seconds
+        self._is_start_known = False
         self._excess = 0.0  # what a straggler costs a step
         self._writing = threading.Lock()
         self._base: int | None = None  # position of this launch's first line in the file
@@ -266,12 +268,15 @@ class LedgerFile:
         with self._lock:
             self._change(first=step, last=step)
             self._stepped = now
+            self._first_steps, self._is_start_known = None, False
 
     def finished(self, step: int, now: float) -> None:
         """Record the number of finished steps."""
         with self._lock:
-            if step > self._periods[-1].last:
-                self._change(last=step)
+            if (steps := step - self._periods[-1].last) > 0:
+                self._charge(now)
+                self._take_out_slow_start(steps, now - self._stepped)
+                self._change(last=step, stalled=0.0)
                 self._stepped = now
 
     def observe(self, samples: Iterable[Sample]) -> None:
@@ -342,6 +347,22 @@ class LedgerFile:
         seconds[activity] = seconds.get(activity, 0.0) + self._clock.charge(now)
         stalled = max(0.0, self._clock.since - self._stepped) if activity == "train" else period.stalled
         self._change(seconds=seconds, stalled=stalled)
+
+    def _take_out_slow_start(self, steps: int, seconds: float) -> None:
+        """Charge what the first steps took longer than the next ones to the start of the ranks."""
+        if self._is_start_known:
+            return
+        if self._first_steps is None:
+            self._first_steps = (steps, seconds)
+            return
+        self._is_start_known = True
+        first, taken = self._first_steps
+        spent = dict(self._periods[-1].seconds)
+        excess = min(max(0.0, taken - first * seconds / steps), spent.get("train", 0.0))
+        if excess and self._periods[-1].first is not None:
+            spent["train"] -= excess
+            spent["resume"] = spent.get("resume", 0.0) + excess
+            self._change(seconds=spent)
 
     def _change(self, **values: Any) -> None:
         self._periods[-1] = replace(self._periods[-1], **values)
