@@ -180,7 +180,7 @@ def test_a_slow_first_step_belongs_to_the_start(tmp_path: Path) -> None:
     ledger.closed(FINISHED, 12.0)
     (period,) = ledger.periods(12.0)
     assert (period.seconds["resume"], period.seconds["train"]) == (4.0 + 3.0, 4.0)
-    assert period.length == 12.0
+    assert period.length == 12.0 and ledger.due.is_set()
 
 
 def test_a_torn_line_of_a_killed_launch_is_dropped_and_the_file_stays_small(tmp_path: Path) -> None:

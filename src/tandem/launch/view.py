@@ -296,6 +296,7 @@ class NodeView:
 
     def close(self) -> None:
         self._closing.set()
+        self._ledger.due.set()
         self._otel.close()
         self._outgoing.close()
         self._receiver.close()
@@ -439,7 +440,9 @@ class NodeView:
                 health.write_run_health(self._run.folder, self._health())
                 self._ledger.write(time.monotonic())
             self._account()
-            if self._closing.wait(RUN_HEALTH_SECONDS):
+            self._ledger.due.wait(RUN_HEALTH_SECONDS)
+            self._ledger.due.clear()
+            if self._closing.is_set():
                 return
 
     def _health(self) -> dict[str, object]:

@@ -249,6 +249,8 @@ class LedgerFile:
         self._stepped = now  # when the last step was finished
         self._first_steps: tuple[int, float] | None = None  # the first report of a period: steps, seconds
         self._is_start_known = False
+        self.due = threading.Event()
+        """Set when the file should be written soon: a launch that is killed leaves only what was written."""
         self._excess = 0.0  # what a straggler costs a step
         self._writing = threading.Lock()
         self._base: int | None = None  # position of this launch's first line in the file
@@ -356,6 +358,7 @@ class LedgerFile:
             self._first_steps = (steps, seconds)
             return
         self._is_start_known = True
+        self.due.set()
         first, taken = self._first_steps
         spent = dict(self._periods[-1].seconds)
         excess = min(max(0.0, taken - first * seconds / steps), spent.get("train", 0.0))
