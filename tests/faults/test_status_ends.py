@@ -141,9 +141,8 @@ def killed(runs: Runs, authority: Authority, number: int) -> str:
     ending.start(1_000_000)
     time.sleep(ending.chance.uniform(3.0, 12.0))
     ending.is_healthy = True
-    known = ending.last_step()
-    if ending.kind == "script":  # its steps are known from heartbeats alone
-        known -= int(patient(2 * BEAT_SECONDS) / STEP_SECONDS)
+    # What was finished since the last heartbeat is known to nobody.
+    known = ending.last_step() - int(patient(2 * BEAT_SECONDS) / STEP_SECONDS)
     at = ending.end()
     output, _ = ending.launch.communicate(timeout=patient(120))
     age = at - ending.server.posted[-1].at

@@ -108,10 +108,9 @@ class TrainerStatus:
                     self._metrics |= {} if loss is None else {"loss": loss}
                 case Point(_, _, values):
                     self._metrics |= _numbers_in(values)
-                # A script reports its steps in no other way. For a task, rank 0's heartbeat may be ahead of
-                # its `StepsDone`, which does no harm.
+                # A script reports its steps in no other way. A task's `StepsDone` comes at log lines only.
                 case Heartbeat(0, step):
-                    self._step = max(step, self._step) if self._planned is None else self._step
+                    self._step = max(step, self._step)
             is_same = before == (self._step, self._planned, self._metrics)
         if not is_same:
             self._changed()

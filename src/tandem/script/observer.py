@@ -183,6 +183,8 @@ class ScriptMonitor:
     def close(self) -> None:
         """Report the last steps."""
         self._send_progress()
+        if not self._is_silent:
+            self._heartbeats.send()
 
     def imported(self) -> list[str]:
         """Return the installed modules that the script has imported, in the order of their import."""
