@@ -1,5 +1,6 @@
 """How a script ends: what is its own, what reaches its log, and what is said of it."""
 
+import json
 import os
 import signal
 from typing import Any
@@ -95,3 +96,12 @@ def test_a_flag_of_tandem_after_the_script_has_a_hint(scripts: Any) -> None:
     code, said = scripts.run(scripts.tandem("--nproc", 1, "usage.py", "--nodes", 2))
     assert code == 2 and "unrecognized arguments: --nodes 2" in said, said
     assert said.splitlines()[-1].endswith(": tandem launch --nodes 2 usage.py"), said
+
+
+def test_the_last_steps_are_known(scripts: Any) -> None:
+    """Heartbeats come four times a second, and the script ends at once after its last step."""
+    (scripts.folder / "script.py").write_text(program_text("status_ends_loop"))
+    code, said = scripts.run(scripts.tandem("--nproc", 2, "script.py", "script", ".", 57))
+    assert code == 0, said
+    summary = json.loads((scripts.folder / "run" / "summary.json").read_text())
+    assert summary["global_step"] == int((scripts.folder / "step").read_text()) == 57
