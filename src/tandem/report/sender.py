@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from email.message import Message as Headers
+from functools import partial
 from typing import Any
 
 from tandem.telemetry import metrics
@@ -50,12 +51,34 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
+class _NotedConnection(http.client.HTTPSConnection):
+    """Calls `note` when the request has been sent, before it waits for the answer."""
+
+    def __init__(self, note: Callable[[], None], *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._note = note
+
+    def getresponse(self) -> http.client.HTTPResponse:
+        self._note()
+        return super().getresponse()
+
+
+class _NotedHandler(urllib.request.HTTPSHandler):
+    def __init__(self, note: Callable[[], None], tls: ssl.SSLContext | None) -> None:
+        super().__init__(context=tls)
+        self._connection = partial(_NotedConnection, note, context=tls)
+
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(self._connection, req)
+
+
 class HttpSender:
     """Sends documents to one server, in order, from a thread that begins with the first one.
 
-    `to` names the server in the metric and the log. Requests are at least `pause` seconds apart. If more than
-    `most` documents wait, the newest are kept; with 1, only the last state counts. After an answer of 429 or
-    5xx, or no answer, it tries again, ATTEMPTS times in all. Failures are counted, and logged once.
+    `to` names the server in the metric and the log. Requests are at least `pause` seconds apart: over https,
+    from when one was sent, because an answer may take long. If more than `most` documents wait, the newest
+    are kept; with 1, only the last state counts. After an answer of 429 or 5xx, or no answer, it tries again,
+    ATTEMPTS times in all. Failures are counted, and logged once.
     """
 
     def __init__(
@@ -74,6 +97,7 @@ class HttpSender:
         self._is_closed = False
         self._has_failed = False
         self._not_before = 0.0
+        self._sent_at: float | None = None
 
     def put(self, make: Make, sent: Callable[[], object] = lambda: None) -> None:
         """Send what `make` returns, as soon as allowed, and then call `sent`; returns at once."""
@@ -126,8 +150,9 @@ class HttpSender:
 
     def _deliver(self, make: Make, sent: Callable[[], object]) -> None:
         for attempt in range(1, ATTEMPTS + 1):
+            self._sent_at = None
             problem, is_worth_another = self._try(make)
-            self._not_before = time.monotonic() + self._pause
+            self._not_before = (self._sent_at or time.monotonic()) + self._pause
             outcome = "failed" if problem else "sent"
             self._count(Samples([metrics.OUTGOING_REQUESTS.inc(to=self._to, outcome=outcome)]))
             if not problem:
@@ -141,12 +166,15 @@ class HttpSender:
 
     def _is_replaced_after(self, attempt: int) -> bool:
         """Wait before another attempt; return True if the attempt is no longer worthwhile."""
-        deadline = time.monotonic() + max(self._pause, OUTGOING_RETRY_SECONDS * 2 ** (attempt - 1))
+        deadline = max(self._not_before, time.monotonic() + OUTGOING_RETRY_SECONDS * 2 ** (attempt - 1))
         with self._changed:
             while (left := deadline - time.monotonic()) > 0 and not self._is_closed:
                 self._changed.wait(left)
             # With a full queue, another attempt would keep out a newer document.
             return self._is_closed or len(self._waiting) == self._waiting.maxlen
+
+    def _note_sent(self) -> None:
+        self._sent_at = time.monotonic()
 
     def _try(self, make: Make) -> tuple[str, bool]:
         """Send one request; return (the error, or "", and whether a retry may succeed)."""
@@ -155,7 +183,7 @@ class HttpSender:
             data = to_json(request.body).encode()
             headers = {"Content-Type": "application/json", "User-Agent": "tandem", **request.headers}
             asked = urllib.request.Request(request.url, data, headers, method="POST")
-            handlers = [_NoRedirect(), urllib.request.HTTPSHandler(context=request.tls)]
+            handlers = [_NoRedirect(), _NotedHandler(self._note_sent, request.tls)]
             if not self._uses_proxy:
                 # Without this handler, urllib uses the proxy that the environment names.
                 handlers.append(urllib.request.ProxyHandler({}))
