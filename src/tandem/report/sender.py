@@ -24,6 +24,8 @@ from tandem.timeouts import OUTGOING_REQUEST_SECONDS, OUTGOING_RETRY_SECONDS
 
 log = logging.getLogger("tandem.node")
 
+ARRIVAL_SECONDS = 0.25
+"""Time after which a request that was sent has arrived, even if the answer takes longer."""
 ATTEMPTS = 3
 """Attempts to send one document; a document that a newer one replaces is not sent again."""
 
@@ -76,7 +78,7 @@ class HttpSender:
     """Sends documents to one server, in order, from a thread that begins with the first one.
 
     `to` names the server in the metric and the log. Requests are at least `pause` seconds apart: over https,
-    from when one was sent, because an answer may take long. If more than `most` documents wait, the newest
+    from when one has arrived, because an answer may take long. If more than `most` documents wait, the newest
     are kept; with 1, only the last state counts. After an answer of 429 or 5xx, or no answer, it tries again,
     ATTEMPTS times in all. Failures are counted, and logged once.
     """
@@ -152,7 +154,9 @@ class HttpSender:
         for attempt in range(1, ATTEMPTS + 1):
             self._sent_at = None
             problem, is_worth_another = self._try(make)
-            self._not_before = (self._sent_at or time.monotonic()) + self._pause
+            ended = time.monotonic()
+            # A busy server may see a request a little later than it was sent.
+            self._not_before = min(ended, (self._sent_at or ended) + ARRIVAL_SECONDS) + self._pause
             outcome = "failed" if problem else "sent"
             self._count(Samples([metrics.OUTGOING_REQUESTS.inc(to=self._to, outcome=outcome)]))
             if not problem:
