@@ -288,6 +288,8 @@ OUTGOING_REQUEST_SECONDS = 10.0
 """Limit for the answer to one request; no rank and no agent waits for it."""
 OUTGOING_RETRY_SECONDS = 2.0
 """Pause before the first retry after a failure that may pass; it doubles."""
+OUTGOING_ARRIVAL_SECONDS = 0.25
+"""Time after which a request that was sent has arrived, even if its answer takes longer."""
 OUTGOING_END_SECONDS = 15.0
 """Limit for the last messages at the end of a launch: one pause of TRAINER_SECONDS, and one request."""
 STOPPED_END_SECONDS = 7.0
@@ -350,6 +352,8 @@ BLOCK_ROOM_SECONDS = 0.1
 """Pause between two checks whether a full cache has room for a block that is read ahead."""
 BLOCK_POLL_SECONDS = 0.02
 """Longest pause between two checks of a reader for its block, at most a tenth of a request."""
+BLOCK_USED_SECONDS = 1.0
+"""Pause after which a reader sets a block's time of use again: eviction needs no finer order."""
 BLOCK_AGAIN_SECONDS = 1.0
 """Time after which a reader asks for its block again: the cache may have evicted it in between."""
 BLOCK_PARENT_SECONDS = 1.0

@@ -258,7 +258,7 @@ def test_redirects_are_followed(opened: Opening, server: RangeServer, shards: Pa
 def test_a_fetching_process_that_was_killed_ends_the_rank(opened: Opening, server: RangeServer) -> None:
     data = opened()
     check(data, [0])
-    _, fetcher = data._started()
+    fetcher = data._started()
     os.kill(fetcher.pid, signal.SIGKILL)
     with pytest.raises(DataUnavailableError, match="process"):
         check(data, [len(data) - 1])

@@ -71,7 +71,7 @@ OK = "ok"
 DAMAGED = "damaged"
 OUTCOMES = (OK, RETRIED, GAVE_UP, DAMAGED)
 """The outcomes of a request: it succeeded; it was repeated; it failed for good; the CRC-32 was wrong."""
-_COUNTERS = (*OUTCOMES, "bytes", "hits", "ahead", "cached")
+_COUNTERS = (*OUTCOMES, "bytes", "hits", "ahead")
 READERS = 64
 """Each reader has two counters, because two processes cannot safely add to the same one."""
 _NUMBER = struct.Struct("q")
@@ -85,9 +85,8 @@ _SIZE = 2 * mmap.PAGESIZE
 class SharedStatus:
     """Counters of a fetching process, and the error that ended its work, in anonymous memory.
 
-    Counters: OUTCOMES count requests, `bytes` arrived in complete answers, and `cached` are in the cache.
-    `hits` are blocks that were in the cache when first listed, `ahead` those that are listed and in the cache
-    now.
+    Counters: OUTCOMES count requests, and `bytes` arrived in complete answers. `hits` are blocks that were in
+    the cache when first listed, and `ahead` are those that are listed and in the cache now.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
@@ -159,7 +158,7 @@ class BlockFetcher:
     """
 
     def __init__(self, cache: BlockCache, deadline: float) -> None:
-        self._cache = cache
+        self.cache = cache
         self._deadline = deadline
         self.status = SharedStatus()
         self._listed: tuple[int, ...] = ()
@@ -192,7 +191,7 @@ class BlockFetcher:
         `RangeReader.read`, and DataUnavailableError if the fetching process is gone or does not answer.
         """
         self.status.raise_failure()
-        path = self._cache.path(block)
+        path = self.cache.path(block)
         if not path.exists():
             began = time.monotonic()
             try:
@@ -400,7 +399,6 @@ class _Work:
 
     def _show(self) -> None:
         self._status.set("ahead", len(self._next) - len(self._missing))
-        self._status.set("cached", self._cache.used())
 
     def _fail(self, code: int, text: str) -> None:
         with self._changed:

@@ -26,7 +26,7 @@ from tandem.data.tar_index import StoredBlock, TarSample, read_index, samples_of
 from tandem.errors import ConfigError
 from tandem.telemetry import metrics
 from tandem.telemetry.metrics import Sample
-from tandem.timeouts import BLOCK_DEADLINE_SECONDS
+from tandem.timeouts import BLOCK_DEADLINE_SECONDS, BLOCK_USED_SECONDS
 
 CACHE_BYTES = 20 * 10**9
 MOST_TABLES = 1024
@@ -35,8 +35,6 @@ OPEN_BLOCKS = 320
 """How many blocks a rank reads from at a time if `hold` was not called: 64 lanes of 5."""
 OPEN_SHARDS = 16
 """Shards on this machine that stay open; `hold` raises it up to a quarter of what the process may open."""
-USED_SECONDS = 1.0
-"""Pause after which a block's time of use is set again: eviction needs no finer order."""
 KEY = "__key__"
 """The name of a sample's key in its dict, as in WebDataset."""
 
@@ -108,7 +106,6 @@ class TarBlocks(Dataset[Any]):
         """The blocks that were announced last, in order."""
         self._reading = Recent(MOST_TABLES)
         self._shards = Recent(OPEN_SHARDS)
-        self._cache: BlockCache | None = None
         self._fetcher: BlockFetcher | None = None
 
     def block_sizes(self) -> list[int]:
@@ -132,7 +129,7 @@ class TarBlocks(Dataset[Any]):
             size -= self.blocks[number].length
             del self._next[number]
         if self._next:
-            self._started()[1].read_next(tuple(self._next), self.blocks)
+            self._started().read_next(tuple(self._next), self.blocks)
 
     def hold(self, blocks: int, processes: int) -> None:
         """Prepare for reads from `blocks` blocks at a time. Raises ConfigError if the cache is too small."""
@@ -172,11 +169,15 @@ class TarBlocks(Dataset[Any]):
 
     def __getstate__(self) -> Mapping[str, Any]:
         # Another process starts its own.
-        return {**self.__dict__, "_cache": None, "_fetcher": None, "_next": {}}
+        return {**self.__dict__, "_fetcher": None, "_next": {}}
 
     def status(self) -> SharedStatus | None:
         """Return the counters of the fetching process; None if there is none yet."""
         return None if self._fetcher is None else self._fetcher.status
+
+    def cached_bytes(self) -> int:
+        """Return the bytes in the cache's folder, of all processes of the node; 0 if it is not in use."""
+        return 0 if self._fetcher is None else self._fetcher.cache.used()
 
     def close(self) -> None:
         """End the fetching process."""
@@ -184,12 +185,12 @@ class TarBlocks(Dataset[Any]):
             self._fetcher.close()
             self._fetcher = None
 
-    def _started(self) -> tuple[BlockCache, BlockFetcher]:
-        if self._cache is None or self._fetcher is None:
-            self._cache = BlockCache(self.cache_dir, self.cache_bytes)
-            self._fetcher = BlockFetcher(self._cache, min(self.deadline, _longest_wait))
+    def _started(self) -> BlockFetcher:
+        if self._fetcher is None:
+            cache = BlockCache(self.cache_dir, self.cache_bytes)
+            self._fetcher = BlockFetcher(cache, min(self.deadline, _longest_wait))
             _open.add(self)
-        return self._cache, self._fetcher
+        return self._fetcher
 
     def _read(self, number: int, samples: Sequence[int]) -> list[dict[str, Any]]:
         """Return the samples with these numbers in a block, not decoded."""
@@ -205,7 +206,7 @@ class TarBlocks(Dataset[Any]):
         """Begin to read from a block: check its CRC-32, and list its samples' files."""
         block = self.blocks[number]
         is_cached = is_remote(block.address)
-        path = str(self._started()[0].path(block)) if is_cached else block.address
+        path = str(self._started().cache.path(block)) if is_cached else block.address
         reading = _Reading(path, is_cached)
         file, offset = self._opened(block, reading)
         raw = os.pread(file.descriptor, block.length, offset)
@@ -227,8 +228,8 @@ class TarBlocks(Dataset[Any]):
         if not is_remote(block.address):
             self._shards.forget(block.address)
             return "the file has changed since it was indexed; run `tandem index` again"
-        assert self._cache is not None
-        self._cache.discard(self._cache.path(block))
+        cache = self._started().cache
+        cache.discard(cache.path(block))
         return f"its file in the cache {self.cache_dir} was damaged, and is removed; start again"
 
     def _opened(self, block: StoredBlock, reading: _Reading) -> tuple[_OpenFile, int]:
@@ -244,7 +245,7 @@ class TarBlocks(Dataset[Any]):
             raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
 
     def _opened_in_cache(self, block: StoredBlock, reading: _Reading) -> _OpenFile:
-        _, fetcher = self._started()
+        fetcher = self._started()
         fetcher.status.raise_failure()
         while True:
             try:
@@ -256,7 +257,7 @@ class TarBlocks(Dataset[Any]):
             except OSError as error:
                 raise ConfigError(f"cannot read {reading.path}: {error.strerror or error}") from error
         # The least recently used is evicted first.
-        if (now := time.monotonic()) - reading.used >= USED_SECONDS:
+        if (now := time.monotonic()) - reading.used >= BLOCK_USED_SECONDS:
             reading.used = now
             os.utime(file.descriptor)
         return file
@@ -339,8 +340,9 @@ class BlockMetrics:
                 for name, grown in self._grown(status).items():
                     new[name] = new.get(name, 0) + grown
                 ahead += status.get("ahead")
-                # Datasets may share a folder, and the limit of the last one that makes room counts.
-                sizes[dataset.cache_dir] = max(status.get("cached"), sizes.get(dataset.cache_dir, 0))
+                # Datasets may share a folder. Its size counts once, and the limit of the last one that makes
+                # room.
+                sizes[dataset.cache_dir] = dataset.cached_bytes()
                 limits[dataset.cache_dir] = max(dataset.cache_bytes, limits.get(dataset.cache_dir, 0))
         if not sizes:
             return []

@@ -20,12 +20,10 @@ from typing import Any
 from tandem.telemetry import metrics
 from tandem.telemetry.journal import to_json
 from tandem.telemetry.messages import Samples, Send
-from tandem.timeouts import OUTGOING_REQUEST_SECONDS, OUTGOING_RETRY_SECONDS
+from tandem.timeouts import OUTGOING_ARRIVAL_SECONDS, OUTGOING_REQUEST_SECONDS, OUTGOING_RETRY_SECONDS
 
 log = logging.getLogger("tandem.node")
 
-ARRIVAL_SECONDS = 0.25
-"""Time after which a request that was sent has arrived, even if the answer takes longer."""
 ATTEMPTS = 3
 """Attempts to send one document; a document that a newer one replaces is not sent again."""
 
@@ -156,7 +154,7 @@ class HttpSender:
             problem, is_worth_another = self._try(make)
             ended = time.monotonic()
             # A busy server may see a request a little later than it was sent.
-            self._not_before = min(ended, (self._sent_at or ended) + ARRIVAL_SECONDS) + self._pause
+            self._not_before = min(ended, (self._sent_at or ended) + OUTGOING_ARRIVAL_SECONDS) + self._pause
             outcome = "failed" if problem else "sent"
             self._count(Samples([metrics.OUTGOING_REQUESTS.inc(to=self._to, outcome=outcome)]))
             if not problem:
