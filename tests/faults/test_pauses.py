@@ -44,8 +44,7 @@ def pause(pids: Iterable[int]) -> None:
             time.sleep(PAUSE_SECONDS)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.soak), "fsdp"])
 def test_pauses_of_all_and_of_each_agent_change_nothing(runs: Runs, strategy: str) -> None:
     flags = ("--steps", STEPS, "--checkpoint-every", 20, "--threads", 1, "--strategy", strategy)
     undisturbed = runs.undisturbed(*flags)

@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -67,16 +66,16 @@ class Ending:
             self.rotate()
 
     def start(self, steps: int) -> None:
-        ours = ["--nproc", 2, "--max-restarts", 0, "--checkpoint-every", "never"]
+        ours: list[object] = ["--nproc", 2, "--max-restarts", 0]
         if self.kind == "task":
-            ours += ["--steps", steps, "--log-every", 1]
+            ours += ["--checkpoint-every", "never", "--steps", steps, "--log-every", 1]
             command = self.runs.command("launch", self.run, *ours, delay=STEP_SECONDS)
         else:
             program = self.folder / "train.py"
             program.write_text(program_text("status_ends_loop"))
-            words = [*ours, "--metrics", 0, "--metrics-linger", 0, "--run-dir", self.run]
-            words = [*words[:4], *words[6:], program, self.kind, self.folder, steps]
-            command = [sys.executable, "-m", "tandem", "launch", *map(str, words)]
+            ours += ["--metrics", 0, "--metrics-linger", 0, "--run-dir", self.run]
+            words = map(str, (*ours, program, self.kind, self.folder, steps))
+            command = [sys.executable, "-m", "tandem", "launch", *words]
         self.launch = self.runs.processes.start(command, cwd=self.runs.folder, env=self.environment)
         self.runs.until(lambda: self.last_step() >= 5, "step 5")
 
@@ -141,7 +140,7 @@ def killed(runs: Runs, authority: Authority, number: int) -> str:
     ending.start(1_000_000)
     time.sleep(ending.chance.uniform(3.0, 12.0))
     ending.is_healthy = True
-    # What was finished since the last heartbeat is known to nobody.
+    # The agent does not know the steps since the last heartbeat.
     known = ending.last_step() - int(patient(2 * BEAT_SECONDS) / STEP_SECONDS)
     at = ending.end()
     output, _ = ending.launch.communicate(timeout=patient(120))
@@ -158,9 +157,6 @@ def killed(runs: Runs, authority: Authority, number: int) -> str:
 @pytest.mark.parametrize("trial", [finished, killed])
 @pytest.mark.parametrize("count", [int(os.environ.get("TEST_ENDS", 100))])
 def test_the_last_status_arrives(runs: Runs, authority: Authority, trial: Any, count: int) -> None:
-    def tried() -> Iterator[str]:
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            yield from pool.map(lambda number: trial(runs, authority, number), range(count))
-
-    wrong = [each for each in tried() if each]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        wrong = list(filter(None, pool.map(lambda number: trial(runs, authority, number), range(count))))
     assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong)

@@ -148,6 +148,22 @@ def test_a_script_shows_its_steps_and_no_percentage_until_its_end(cluster: Clust
     cluster.check_pauses()
 
 
+def test_the_steps_of_a_task_since_its_last_log_line_are_shown(cluster: Cluster) -> None:
+    status = cluster.start()
+    cluster.receiver.until(1)
+    status.take(RunStarted(500, 100, 1000))
+    status.take(StepsDone(600, None, 0.0))
+    status.take(Heartbeat(0, 609, "train", "other", 0.0, 1.0, 1.0, True, False))
+    status.ended("failed", 1, "rank 1 was killed")
+    status.flush(LIMIT, never)
+    assert of(cluster.receiver.posted[-1])["metrics"]["step"] == "609"
+    # Ranks that restart go back to an earlier step.
+    status.take(RunStarted(500, 100, 1000))
+    status.flush(LIMIT, never)
+    assert of(cluster.receiver.posted[-1])["metrics"]["step"] == "500"
+    status.close()
+
+
 def test_a_failed_run_keeps_its_percentage(cluster: Cluster) -> None:
     status = cluster.start()
     status.take(RunStarted(500, 100, 1000))

@@ -305,6 +305,7 @@ class LedgerFile:
             period = self._periods[-1]
             self._periods.append(Period(period.launch, period.began + period.length))
             self._clock.activity = "rendezvous"
+            self._first_steps, self._is_start_known = None, False
 
     def set_cause(self, cause: str) -> None:
         """Record why the last generation ended."""
