@@ -287,9 +287,8 @@ def _audits(results: Path) -> str:
     exact = sum(each["verdict"] == "exact" for each in correct)
     seconds = [each["seconds"] for each in (*found["rows"], *correct)]
     table = f"{_table(head, rows)}\n\n{_measured_on(found['machine'])}"
-    programs = len({each["program"] for each in correct})
     return (
-        f"{table} Of {len(correct)} audits of {programs} programs that resume exactly, {exact} had the "
+        f"{table} Of {len(correct)} audits of programs that resume exactly, {exact} had the "
         f"verdict **exact**. An audit took {statistics.median(seconds):.0f} s (median; at most "
         f"{max(seconds):.0f} s)."
     )
