@@ -119,6 +119,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="audits at a time [1]")
     parser.add_argument("--json", type=Path, help="write the rows there, too")
     asked = parser.parse_args()
+    if asked.jobs < 1:
+        parser.error(f"--jobs: invalid value {asked.jobs}; expected an integer >= 1")
+    python()  # before any thread starts: one line if it is missing
     frameworks = list(dict.fromkeys(way.framework for way in WAYS))
     with ThreadPoolExecutor(asked.jobs) as jobs:
         versions = jobs.map(version_of, frameworks)
