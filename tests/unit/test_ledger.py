@@ -105,6 +105,13 @@ def test_steps_between_the_last_write_and_the_kill_of_a_launch_are_no_absence() 
     assert found.causes[KILLED].seconds == pytest.approx(37.0 + 3.0)
 
 
+def test_rounding_leaves_no_negative_part() -> None:
+    training, data = 100930.00262073714, 1.3773475339039578
+    assert training - (data + (training - data)) < 0
+    found = account([Period(1, 0, {"train": training}, 0, 9, data=data, stragglers=1e6)])
+    assert found.parts["steps"] == 0 and min(found.parts.values()) >= 0
+
+
 def test_waits_are_taken_out_of_the_steps() -> None:
     found = account([Period(0, 0, {"train": 100}, 0, 10, data=30, stragglers=20)])
     assert (found.parts["steps"], found.parts["data"], found.parts["stragglers"]) == (50, 30, 20)

@@ -151,7 +151,7 @@ def account(periods: Sequence[Period]) -> Ledger:
         # Waits are measured by rank 0, and activities by the agent, so the sums could differ.
         waits = {"data": min(period.data, training)}
         waits["stragglers"] = min(period.stragglers, training - waits["data"])
-        training -= sum(waits.values())
+        training = max(0.0, training - sum(waits.values()))  # rounding may leave less than nothing
         is_last = at == len(periods) - 1
         following = None if is_last else periods[at + 1]
         is_same_launch = following is not None and following.launch == period.launch
