@@ -94,6 +94,8 @@ DISMISSED_SECONDS = 1.0
 """Limit for a standby process to be gone after its pipe was closed."""
 LEAVING_SECONDS = 10.0
 """Limit for a failed script's threads and exit handlers, which may wait for peers that are gone."""
+FINALIZATION_SECONDS = 3600
+"""Limit for the end of a successful script that has no agent, if its main thread waits forever."""
 BLAME_SECONDS = 5.0
 """Limit, after a script's rank has lost its peers, for the rank here that is the cause, if any, to end."""
 OTHERS_SECONDS = 1.0

@@ -9,11 +9,12 @@ import atexit
 import ctypes
 import logging
 import os
+import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +35,7 @@ from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
 from tandem.tasks.traces import full_trace, script_trace
 from tandem.text import first_line
-from tandem.timeouts import BLAME_SECONDS
+from tandem.timeouts import BLAME_SECONDS, FINALIZATION_SECONDS
 
 log = logging.getLogger("tandem.run")
 
@@ -166,7 +167,9 @@ class ScriptExit:
         # os._exit skips the interpreter's finalization, which may abort and change the code.
         if self._code != FINISHED:
             os._exit(self._code)
+        # The interpreter's own exit code, such as that of a later sys.exit(3), is not known here.
         leave_without_destructors()
+        park_aborting_threads()
 
 
 def code_of(error: BaseException, world_size: int) -> int:
@@ -191,3 +194,17 @@ def leave_without_destructors() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "on_exit"):
         libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
+
+
+def park_aborting_threads() -> None:
+    """Let a thread wait, instead of aborting the process, if it needs the GIL while the interpreter ends.
+
+    Before Python 3.14, such a thread is unwound. If it is in torch's C++ code, for example because gloo
+    releases a tensor, std::terminate then aborts the process, after all work is done. From 3.14 on, Python
+    itself lets it wait. If the main thread calls std::terminate, the alarm ends the process. Without
+    libstdc++, nothing changes.
+    """
+    with suppress(OSError, AttributeError):
+        cxx = ctypes.CDLL("libstdc++.so.6")
+        signal.alarm(FINALIZATION_SECONDS)
+        cxx["_ZSt13set_terminatePFvvE"](ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p))
