@@ -1,7 +1,9 @@
 """Readers of data in blocks: Parquet, Arrow, large token files."""
 
+import importlib
 import pickle
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 import tandem
+from needs import require
 from tandem.config.slices import DataConfig
 from tandem.data import arrow, blocks, columns, parquet, parquet_files, token_files, tokens
 from tandem.data.arrow_rows import ArrowRows
@@ -36,6 +39,11 @@ def batches_of(dataset: Any, world_size: int, workers: int = 0, micro: int | Non
 
 def column(batches: list[Any], name: Any) -> list[list[Any]]:
     return [[value for part in parts for value in part[name].tolist()] for parts in batches]
+
+
+def hugging_face() -> Any:
+    require("datasets", find_spec("datasets") is not None)
+    return importlib.import_module("datasets")
 
 
 def write(folder: Path, rows: int = 3000, files: int = 3, group: int = 70) -> Path:
@@ -191,7 +199,7 @@ def test_without_pyarrow_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_rows_of_a_hugging_face_dataset_are_ordered_by_blocks(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
+    datasets = hugging_face()
     write(tmp_path)
     made = datasets.Dataset.from_parquet(
         [str(path) for path in sorted(tmp_path.glob("*.parquet"))], cache_dir=str(tmp_path / "cache")
@@ -230,6 +238,7 @@ def check_epoch(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ArrowRows, "_view", lambda self, batch: viewed.append(batch) or view(self, batch))
     rows = arrow(dataset)
     rows.hold(3, 1)
+    rows = pickle.loads(pickle.dumps(rows))  # as for a loader process, which has to keep as many
     shuffled = torch.randperm(len(dataset)).tolist()
     for start in range(0, len(dataset), 64):
         some = shuffled[start : start + 64]
@@ -241,7 +250,7 @@ def check_epoch(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_samples_of_a_hugging_face_dataset_are_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    datasets = pytest.importorskip("datasets")
+    datasets = hugging_face()
     write(tmp_path)
     paths = [str(path) for path in sorted(tmp_path.glob("*.parquet"))]
     made = datasets.Dataset.from_parquet(paths, cache_dir=str(tmp_path / "cache"))

@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from needs import require
 from program_files import program_text
 from tandem import cli, layout
 from tandem.errors import ConfigError
@@ -130,8 +131,7 @@ def test_a_rank_that_cannot_answer_says_why(start: Start, tmp_path: Path) -> Non
 
 
 def test_py_spy_adds_native_frames(start: Start, tmp_path: Path) -> None:
-    if not (Path(sys.executable).parent / "py-spy").exists():
-        pytest.skip("py-spy is not installed")
+    require("py-spy", (Path(sys.executable).parent / "py-spy").exists())
     pid, tell = start("sleep")
     request = Request("a", "stacks", 30.0, {"native": 1.0})
     answer = collected(LocalRanks(request, {3: pid}, tell, tmp_path / "answers", tmp_path))[3]

@@ -25,13 +25,18 @@ class ArrowRows(Dataset[Any]):
         self.rows = rows
         self._format = getattr(rows, "format", None)
         self._stored: Any = None
+        self._viewed = Recent(KEPT_BLOCKS)
         if _is_plain(rows):
             self._stored = rows.with_format("arrow", rows.format["columns"])
             self._borders = borders_of([len(batch) for batch in rows.data.to_batches()])
-            self._viewed = Recent(KEPT_BLOCKS)
 
-    def __reduce__(self) -> tuple[type["ArrowRows"], tuple[Any]]:
-        return ArrowRows, (self.rows,)
+    def __getstate__(self) -> tuple[Any, int]:
+        return self.rows, self._viewed.capacity
+
+    def __setstate__(self, state: tuple[Any, int]) -> None:
+        rows, capacity = state
+        ArrowRows.__init__(self, rows)
+        self._viewed.capacity = capacity
 
     def block_sizes(self) -> list[int]:
         """Return the sizes of ranges of rows."""
