@@ -1,5 +1,6 @@
 """What goes wrong around a cluster of containers: no engine, no image, a taken port, two commands at once."""
 
+import argparse
 import os
 import subprocess
 import sys
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from tandem.cluster import actions, engine, preflight
+from tandem.cluster import actions, copy_run, engine, preflight, volume
 from tandem.cluster import actions as cluster
 
 ROOT = Path(__file__).parents[2]
+NO_RUN = argparse.Namespace(project="own", run=None, image="image")
 
 
 @pytest.fixture
@@ -48,6 +50,25 @@ def test_an_engine_that_goes_is_one_line_that_says_what_to_do(played: Any, said:
             command()
         assert "\n" not in str(error.value) and error.value.exit_code == 200
         assert [word for word in ("systemctl", "make compose-up") if word not in str(error.value)] == []
+
+
+def test_an_engine_that_hangs_is_one_line(played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "CALL_SECONDS", 0.2)
+    started = engine.Cluster("own", {"IMAGE": "x", "RUN": "x"})
+    hung = "exec sleep 60"
+    gone = "echo 'Cannot connect to the Docker daemon' >&2; exit 1"
+    for script, command in (
+        (hung, lambda: engine.docker("ps")),
+        (hung, lambda: started.compose("ps")),
+        (hung, lambda: started.read("/checkpoints/x/events.jsonl")),
+        (f'[ "$1" = version ] && {hung}; {gone}', lambda: engine.docker("ps")),
+        (f'[ "$1" = run ] && {hung}; echo v', lambda: volume.read("v", "image", "/checkpoints/x")),
+        (f'[ "$1" = run ] && {hung}; echo own_checkpoints', lambda: copy_run.get(NO_RUN)),
+    ):
+        played(script)
+        with pytest.raises(engine.ClusterError, match="took longer than") as error:
+            command()
+        assert "\n" not in str(error.value)
 
 
 def test_a_registry_that_does_not_answer_is_not_the_engine(played: Any) -> None:

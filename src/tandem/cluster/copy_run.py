@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tandem.cluster.engine import ClusterError, docker, project_word
+from tandem.cluster.engine import ClusterError, docker, in_time, project_word
 from tandem.cluster.volume import exists, image_of, reader, volume_of
 from tandem.cluster.wording import say
 from tandem.cluster.workload import RUN, check_run
@@ -126,7 +126,7 @@ def _copy(source: Sequence[str], folder: Path, what: str, volume: str) -> int:
 
 def _known(volume: str, image: str) -> str:
     """List the existing runs and what to type, for a message."""
-    ended = subprocess.run(reader(volume, image, LIST), capture_output=True, text=True)
+    ended = in_time(reader(volume, image, LIST), text=True)
     names = [name for name in ended.stdout.splitlines() if RUN.fullmatch(name)]
     if not names:
         return "there is none; start one: make compose-up NODES=2"

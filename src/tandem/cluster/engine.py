@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tandem import layout, shipped
 from tandem.cluster.project import OVERRIDE, project_folder
@@ -81,24 +82,36 @@ class Node:
 
 
 def docker(
-    *arguments: str, check: bool = True, seconds: float = CALL_SECONDS, text: str | None = None
+    *arguments: str, check: bool = True, seconds: float | None = None, text: str | None = None
 ) -> str:
     """Return the output of a docker command. Raises ClusterError with its last line if it fails.
 
     With check=False, a failure does not raise ClusterError. EngineGoneError is always raised.
     """
     try:
-        ended = subprocess.run(
-            ["docker", *arguments], capture_output=True, text=True, timeout=seconds, input=text
-        )
+        ended = in_time(["docker", *arguments], seconds, text=True, input=text)
     except FileNotFoundError:
         raise ClusterError(f"docker is not installed; {_how_to_install()}") from None
-    except subprocess.TimeoutExpired:
-        raise ClusterError(f"`docker {' '.join(arguments[:3])}` took longer than {seconds:.0f} s") from None
     raise_if_gone(ended)
     if ended.returncode and check:
         raise ClusterError(f"`docker {' '.join(arguments[:3])}` failed: {best_error_line(ended)}")
-    return ended.stdout
+    return str(ended.stdout)
+
+
+def in_time(
+    command: Sequence[str], seconds: float | None = None, name: str = "", **options: Any
+) -> subprocess.CompletedProcess[Any]:
+    """Run a command and capture its output. Raises ClusterError if it takes longer than `seconds`.
+
+    The default is CALL_SECONDS. If an engine hangs, its commands wait without a limit. `name`: the command in
+    the message; by default its first words.
+    """
+    limit = CALL_SECONDS if seconds is None else seconds
+    try:
+        return subprocess.run(command, capture_output=True, timeout=limit, **options)
+    except subprocess.TimeoutExpired:
+        shown = name or " ".join(command[:4])
+        raise ClusterError(f"`{shown}` took longer than {limit:.0f} s; does the engine hang?") from None
 
 
 def code_of_removed(identity: str, created: str) -> int | None:
@@ -121,7 +134,7 @@ def raise_if_gone(ended: subprocess.CompletedProcess[str]) -> None:
     """
     if ended.returncode and NO_ENGINE.search(ended.stderr):
         asked = ["docker", "version", "--format", "{{.Server.Version}}"]
-        if subprocess.run(asked, capture_output=True, timeout=CALL_SECONDS).returncode:
+        if in_time(asked).returncode:
             raise EngineGoneError
 
 
@@ -229,7 +242,7 @@ class Cluster:
         known = {*self.environment(), *variables_in_dotenv()}
         return sorted(name for name in known if name.startswith("TANDEM_"))
 
-    def compose(self, *arguments: str, seconds: float = CALL_SECONDS) -> str:
+    def compose(self, *arguments: str, seconds: float | None = None) -> str:
         """Return the output of `docker compose`. Raises ClusterError with the most informative line."""
         with tempfile.NamedTemporaryFile("w", prefix="tandem-", suffix=".env") as names:
             # Only names: Compose looks up the values itself.
@@ -237,17 +250,11 @@ class Cluster:
             names.flush()
             environment = {**self.environment(), "SETTINGS": names.name}
             command = ["docker", *self.command(*arguments)]
-            try:
-                ended = subprocess.run(
-                    command, capture_output=True, text=True, timeout=seconds, env=environment
-                )
-            except subprocess.TimeoutExpired:
-                line = f"docker compose {arguments[0]} took longer than {seconds:.0f} s"
-                raise ClusterError(line) from None
+            ended = in_time(command, seconds, f"docker compose {arguments[0]}", text=True, env=environment)
         raise_if_gone(ended)
         if ended.returncode:
             raise ClusterError(f"docker compose {arguments[0]} failed: {best_error_line(ended)}")
-        return ended.stdout
+        return str(ended.stdout)
 
     def nodes(self) -> list[Node]:
         """Return the existing replicas, ordered by index."""
@@ -276,9 +283,7 @@ class Cluster:
     def read_dated(self, path: str) -> tuple[str, float] | None:
         """Return a file like `read`, and when it was written (Unix seconds)."""
         # `docker cp`, because `docker exec` needs a running container.
-        ended = subprocess.run(
-            ["docker", "cp", f"{self.project}-node-1:{path}", "-"], capture_output=True, timeout=CALL_SECONDS
-        )
+        ended = in_time(["docker", "cp", f"{self.project}-node-1:{path}", "-"])
         if ended.returncode:
             return None
         with tarfile.open(fileobj=io.BytesIO(ended.stdout)) as archive:

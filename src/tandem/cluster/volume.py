@@ -3,11 +3,10 @@
 A container of the image mounts it read-only and reads its files.
 """
 
-import subprocess
 import time
 from collections.abc import Sequence
 
-from tandem.cluster.engine import CALL_SECONDS, Cluster, ClusterError, docker
+from tandem.cluster.engine import Cluster, ClusterError, docker, in_time
 from tandem.cluster.project import DEFAULT_IMAGE
 
 RELEASE_SECONDS = 20.0
@@ -50,7 +49,7 @@ def read(volume: str, image: str, path: str) -> tuple[str, float] | None:
     """Return a file of the volume and when it was written (Unix seconds); None if it does not exist."""
     if not exists(volume):
         return None
-    ended = _run(reader(volume, image, READ, path))
+    ended = in_time(reader(volume, image, READ, path), text=True)
     written, _, text = ended.stdout.partition("\n")
     # The shell line also fails for a file that does not exist.
     return None if ended.returncode else (text, float(written))
@@ -67,10 +66,3 @@ def remove_volumes(volumes: Sequence[str]) -> None:
         if time.monotonic() > deadline:
             raise ClusterError(f"a container has volume {left[0]}: docker ps -a --filter volume={left[0]}")
         time.sleep(POLL_SECONDS)
-
-
-def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=CALL_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise ClusterError(f"reading the volume took longer than {CALL_SECONDS:.0f} s") from None
