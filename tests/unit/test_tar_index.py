@@ -32,10 +32,12 @@ def read(blocks: list[StoredBlock]) -> list[tuple[str, bytes]]:
     for block in blocks:
         raw = Path(block.address).read_bytes()[block.offset : block.offset + block.length]
         assert zlib.crc32(raw) == block.crc32
-        samples = samples_of(raw)
-        assert len(samples) == block.samples
-        for sample in samples:
-            found += [(f"{sample.key}.{name}", raw[at : at + size]) for name, at, size in sample.files]
+        table = samples_of(raw)
+        assert len(table) == block.samples
+        for sample, key in enumerate(table.keys):
+            for file in table.files(sample):
+                data = raw[table.offsets[file] :][: table.sizes[file]]
+                found.append((f"{key}.{table.extensions[file]}", data))
     return found
 
 

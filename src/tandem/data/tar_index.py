@@ -6,7 +6,6 @@ The shards are those of WebDataset: files KEY.EXTENSION, and the files with one 
 import io
 import json
 import os
-import re
 import struct
 import tarfile
 import tempfile
@@ -31,7 +30,6 @@ PROGRESS_SECONDS = 5.0
 HEADER = 512
 _FIELDS = struct.Struct("100s 24x 12s 20x c 100x 6s 82x 155s 12x")
 """Name, size in octal digits, kind, magic number and prefix of a header."""
-_NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)")
 FIELDS = ("address", "offset", "length", "count", "crc32")
 
 
@@ -57,24 +55,84 @@ class Member(NamedTuple):
     size: int
 
 
-class TarSample(NamedTuple):
-    """A sample of a block: its key, and (extension, first byte, number of bytes) of each file."""
+class BlockTable:
+    """The files of the samples of a block: their extensions, first bytes and sizes, all in one order.
 
-    key: str
-    files: list[tuple[str, int, int]]
+    A list of numbers for each, because objects of Python's own for each file would make garbage collections
+    take most of the time.
+    """
 
-    @property
-    def size(self) -> int:
-        """The bytes of its files, without the headers between them."""
-        return sum(size for _, _, size in self.files)
+    __slots__ = ("_ends", "extensions", "keys", "offsets", "sizes")
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+        self.extensions: list[str] = []
+        self.offsets: list[int] = []
+        self.sizes: list[int] = []
+        self._ends: list[int] = []
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.keys)
+
+    def add(self, name: str, offset: int, size: int) -> None:
+        """Add a file, to the last sample if it has the same key. Raises ValueError."""
+        key, extension = _split(name)
+        if not self.keys or key != self.keys[-1]:
+            self.keys.append(key)
+            self._ends.append(len(self.sizes))
+        elif extension in self.extensions[self.files(len(self) - 1).start :]:
+            raise ValueError(f"the file {name!r} occurs twice")
+        self.extensions.append(extension)
+        self.offsets.append(offset)
+        self.sizes.append(size)
+        self._ends[-1] += 1
+
+    def files(self, sample: int) -> range:
+        """Return the indices of a sample's files."""
+        return range(self._ends[sample - 1] if sample else 0, self._ends[sample])
+
+    def size(self, sample: int) -> int:
+        """Return the bytes of a sample's files, without the headers between them."""
+        files = self.files(sample)
+        return sum(self.sizes[files.start : files.stop])
 
 
-def samples_of(raw: bytes) -> list[TarSample]:
-    """Return the samples of a block. Raises ValueError for bytes that are no tar archive."""
-    return [
-        TarSample(key, [(extension, member.offset, member.size) for extension, member in files])
-        for key, files in _grouped(_members(raw))
-    ]
+def samples_of(raw: bytes) -> BlockTable:
+    """Return the samples of a block. Raises ValueError for bytes that are no tar archive.
+
+    Plain headers are read without tarfile, in a tenth of the time.
+    """
+    table = BlockTable()
+    position = 0
+    while position + HEADER <= len(raw) and raw[position]:
+        name, octal, kind, magic, prefix = _FIELDS.unpack_from(raw, position)
+        if kind not in b"0\0" or octal[0] >= 128:
+            return _samples_by_tarfile(raw)
+        size = int(octal.rstrip(b" \0") or b"0", 8)
+        name = name.rstrip(b"\0")
+        # GNU's format has other fields in the place of the prefix.
+        if prefix[0] and magic == b"ustar\0":
+            name = prefix.rstrip(b"\0") + b"/" + name
+        position += HEADER
+        table.add(str(name, "utf-8", "surrogateescape"), position, size)
+        position += -(-size // HEADER) * HEADER
+    return table
+
+
+def _samples_by_tarfile(raw: bytes) -> BlockTable:
+    table = BlockTable()
+    for member in _members_by_tarfile(io.BytesIO(raw)):
+        table.add(member.name, member.offset, member.size)
+    return table
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Return the key and the extension of a file: all before and after the first dot of its last part."""
+    dot = name.find(".", name.rfind("/") + 1)
+    if dot < 1 or name[dot - 1] == "/" or dot == len(name) - 1:
+        raise ValueError(f"the file {name!r} has no name of the form KEY.EXTENSION")
+    return name[:dot], name[dot + 1 :]
 
 
 def _grouped(members: Iterator[Member]) -> Iterator[tuple[str, list[tuple[str, Member]]]]:
@@ -82,13 +140,11 @@ def _grouped(members: Iterator[Member]) -> Iterator[tuple[str, list[tuple[str, M
     key = ""
     files: dict[str, Member] = {}
     for member in members:
-        found = _NAME.fullmatch(member.name)
-        if found is None:
-            raise ValueError(f"the file {member.name!r} has no name of the form KEY.EXTENSION")
-        if found[1] != key and files:
+        own, extension = _split(member.name)
+        if own != key and files:
             yield key, list(files.items())
             files = {}
-        key, extension = found.groups()
+        key = own
         if extension in files:
             raise ValueError(f"the file {member.name!r} occurs twice")
         files[extension] = member
@@ -96,26 +152,7 @@ def _grouped(members: Iterator[Member]) -> Iterator[tuple[str, list[tuple[str, M
         yield key, list(files.items())
 
 
-def _members(raw: bytes) -> Iterator[Member]:
-    """Yield the regular files of an archive, without tarfile if its headers are plain: 20 times faster."""
-    position = 0
-    found = []
-    while position + HEADER <= len(raw) and raw[position]:
-        name, octal, kind, magic, prefix = _FIELDS.unpack_from(raw, position)
-        if kind not in b"0\0" or octal[0] >= 128:
-            return _members_by_tarfile(io.BytesIO(raw))
-        size = int(octal.rstrip(b" \0") or b"0", 8)
-        name = name.rstrip(b"\0")
-        # GNU's format has other fields in the place of the prefix.
-        if magic == b"ustar\0" and (prefix := prefix.rstrip(b"\0")):
-            name = prefix + b"/" + name
-        data = position + HEADER
-        found.append(Member(name.decode(errors="surrogateescape"), position, data, size))
-        position = data + -(-size // HEADER) * HEADER
-    return iter(found)
-
-
-def _members_by_tarfile(file: io.BufferedIOBase | io.BytesIO) -> Iterator[Member]:
+def _members_by_tarfile(file: io.BufferedIOBase) -> Iterator[Member]:
     try:
         with tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:

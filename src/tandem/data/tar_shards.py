@@ -22,7 +22,7 @@ from tandem.data.block_cache import BlockCache
 from tandem.data.block_fetcher import BlockFetcher, SharedStatus
 from tandem.data.blocks import Recent
 from tandem.data.ranges import is_remote
-from tandem.data.tar_index import StoredBlock, TarSample, read_index, samples_of
+from tandem.data.tar_index import BlockTable, StoredBlock, read_index, samples_of
 from tandem.errors import ConfigError
 from tandem.telemetry import metrics
 from tandem.telemetry.metrics import Sample
@@ -76,7 +76,7 @@ class _Reading:
     def __init__(self, path: str, is_cached: bool) -> None:
         self.path = path
         self.is_cached = is_cached
-        self.table: list[TarSample] = []
+        self.table = BlockTable()
         self.used = -math.inf
 
 
@@ -196,10 +196,10 @@ class TarBlocks(Dataset[Any]):
         """Return the samples with these numbers in a block, not decoded."""
         reading = self._reading.get(number, partial(self._checked, number))
         file, offset = self._opened(self.blocks[number], reading)
-        chosen = [reading.table[each] for each in samples]
-        found = [_sample(file.descriptor, offset, each) for each in chosen]
+        table = reading.table
+        found = [_sample(file.descriptor, offset, table, each) for each in samples]
         if reading.is_cached and self._fetcher is not None:
-            self._fetcher.status.needed(sum(each.size for each in chosen), _reader())
+            self._fetcher.status.needed(sum(map(table.size, samples)), _reader())
         return found
 
     def _checked(self, number: int) -> _Reading:
@@ -273,14 +273,16 @@ def _reader() -> int:
     return 0 if worker is None else worker.id + 1
 
 
-def _sample(descriptor: int, offset: int, sample: TarSample) -> dict[str, Any]:
+def _sample(descriptor: int, offset: int, table: BlockTable, number: int) -> dict[str, Any]:
     """Return the files of a sample by extension: one read, because they are next to each other."""
-    _, start, _ = sample.files[0]
-    _, last, size = sample.files[-1]
-    raw = os.pread(descriptor, last + size - start, offset + start)
-    found: dict[str, Any] = {KEY: sample.key}
-    for extension, begin, length in sample.files:
-        found[extension] = raw[begin - start : begin - start + length]
+    files = table.files(number)
+    start = table.offsets[files.start]
+    end = table.offsets[files.stop - 1] + table.sizes[files.stop - 1]
+    raw = os.pread(descriptor, end - start, offset + start)
+    found: dict[str, Any] = {KEY: table.keys[number]}
+    for file in files:
+        begin = table.offsets[file] - start
+        found[table.extensions[file]] = raw[begin : begin + table.sizes[file]]
     return found
 
 
