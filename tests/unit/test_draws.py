@@ -2,7 +2,9 @@
 
 import os
 import random
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy
 import pytest
@@ -12,7 +14,7 @@ from torch.utils.data import Dataset, default_collate
 
 from tandem.data import host_generators
 from tandem.data.fetch import collated
-from tandem.data.host_generators import KeptGenerators
+from tandem.data.host_generators import TORCH, AllNotedReads, KeptGenerators, unobserved
 from tandem.data.loader import train_batches
 from tandem.data.sampler import GlobalOrder, TrainBatches
 from tandem.data.seeds import derive_seed
@@ -177,3 +179,30 @@ def test_tuples_of_tensors_are_collated_as_by_torch() -> None:
     assert type(collated(None, samples, None, 0)) is type(default_collate(samples))
     with pytest.raises(RuntimeError, match="equal size"):
         collated(None, [*samples, (torch.rand(2, 3),)], None, 0)
+
+
+def test_own_code_is_not_observed_and_a_profiler_of_the_user_stays() -> None:
+    def read() -> object:
+        torch.default_generator.initial_seed()
+        return sys.getprofile()
+
+    with (reads := AllNotedReads()):
+        assert unobserved(read) is None
+        assert not reads.seen
+        read()
+        assert reads.seen == {TORCH}
+
+    def profiler(*_: object) -> None: ...
+
+    sys.setprofile(profiler)
+    try:
+        assert unobserved(read) is profiler
+    finally:
+        sys.setprofile(None)
+    with pytest.raises(ValueError), (reads := AllNotedReads()):
+        unobserved(lambda: int("a number"))
+    with (reads := AllNotedReads()):
+        with suppress(ValueError):
+            unobserved(lambda: int("a number"))
+        read()
+    assert reads.seen == {TORCH}

@@ -81,9 +81,7 @@ class Node:
         return self.status in UNFINISHED
 
 
-def docker(
-    *arguments: str, check: bool = True, seconds: float | None = None, text: str | None = None
-) -> str:
+def docker(*arguments: str, check: bool = True, seconds: float | None = None, text: str | None = None) -> str:
     """Return the output of a docker command. Raises ClusterError with its last line if it fails.
 
     With check=False, a failure does not raise ClusterError. EngineGoneError is always raised.

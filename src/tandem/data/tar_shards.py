@@ -21,6 +21,7 @@ from torch.utils.data import Dataset, get_worker_info
 from tandem.data.block_cache import BlockCache
 from tandem.data.block_fetcher import BlockFetcher, SharedStatus
 from tandem.data.blocks import Recent
+from tandem.data.host_generators import unobserved
 from tandem.data.ranges import is_remote
 from tandem.data.tar_index import BlockTable, StoredBlock, read_index, samples_of
 from tandem.errors import ConfigError
@@ -213,7 +214,7 @@ class TarBlocks(Dataset[Any]):
         if len(raw) != block.length or zlib.crc32(raw) != block.crc32:
             raise ConfigError(f"{block}: {self._what_differs(block)}")
         try:
-            reading.table = samples_of(raw)
+            reading.table = unobserved(lambda: samples_of(raw))
         except ValueError as error:
             raise ConfigError(f"{block}: {error}; run `tandem index` again") from error
         if len(reading.table) != block.samples:
