@@ -1,5 +1,6 @@
 """200 shards behind a bad server, read by three ranks of a node: right samples, or a named refusal."""
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,25 @@ def test_the_cap_is_never_exceeded(node: Node, server: RangeServer) -> None:
     limit = sum(-(-block.length // 4096) * 4096 for block in node.blocks) * 2 // 3
     assert_right(node.epoch(cache_bytes=limit))
     assert limit / 2 < node.most_bytes <= limit
+
+
+@pytest.fixture
+def small_disk(node: Node, require: Any) -> Iterator[int]:
+    """A file system for the cache that is smaller than the shards; its bytes."""
+    node.cache.mkdir()
+    size = 4 * 2**20
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", str(node.cache)]
+    mounted = subprocess.run(mount, capture_output=True, text=True)
+    require("mount", mounted.returncode == 0, mounted.stderr.strip())
+    yield size
+    subprocess.run(["umount", "--lazy", str(node.cache)], check=True)
+
+
+def test_by_default_the_cache_fits_its_disk(node: Node, small_disk: int) -> None:
+    assert sum(block.length for block in node.blocks) > small_disk
+    for _ in range(2):  # the second time, the cache is full
+        assert_right(node.epoch(cache_bytes=0))
+        assert small_disk / 2 < node.most_bytes <= small_disk * 3 // 4
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
     shard_trial_reader.py INDEX CACHE CACHE_BYTES DEADLINE RANK WORLD_SIZE BATCH_SIZE
 
-Each sample is checked against its key. Prints JSON: "numbers" of all samples, how many were "wrong", and the
-"error" as [type, text].
+CACHE_BYTES 0 is the default limit. Each sample is checked against its key. Prints JSON: "numbers" of all
+samples, how many were "wrong", and the "error" as [type, text].
 """
 
 import json
@@ -28,7 +28,8 @@ def checked(sample):
 
 
 def main(index, cache, cache_bytes, deadline, rank, world_size, batch_size):
-    data = tar_blocks(index, checked, cache_dir=cache, cache_bytes=int(cache_bytes), deadline=float(deadline))
+    limit = int(cache_bytes) or None
+    data = tar_blocks(index, checked, cache_dir=cache, cache_bytes=limit, deadline=float(deadline))
     config = DataConfig(batch_size=int(batch_size))
     reader = BatchReader(config, 3, int(rank), int(world_size), None, torch.device("cpu"))
     numbers = []

@@ -11,13 +11,14 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from patience import patient
 from range_server import RangeServer, serving
 from shards import write_shard
-from tandem.data import block_fetcher, ranges, tar_blocks, tar_shards
+from tandem.data import block_cache, block_fetcher, ranges, tar_blocks, tar_shards
 from tandem.data.block_cache import LOCKS, PART, BlockCache, contents
 from tandem.data.block_fetcher import OUTCOMES
 from tandem.data.ranges import RangeReader
@@ -78,7 +79,7 @@ class Opening:
         self.index.write_text(local.replace('"address": "', f'"address": "{server.address}/'))
         self.blocks = read_index(self.index)
 
-    def __call__(self, deadline: float = 20.0, cache_bytes: int = 10**9) -> TarBlocks:
+    def __call__(self, deadline: float = 20.0, cache_bytes: int | None = 10**9) -> TarBlocks:
         data = tar_blocks(
             self.index, cache_dir=self.cache, cache_bytes=cache_bytes, deadline=deadline
         )
@@ -422,7 +423,9 @@ def test_a_look_at_a_cache_changes_nothing(tmp_path: Path) -> None:
     assert contents(tmp_path).limit == 4 * 4096 and contents(tmp_path).size <= 4 * 4096
 
 
-def test_a_cache_that_cannot_hold_the_blocks_is_refused(opened: Opening, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_hold_the_blocks_is_refused(
+    opened: Opening, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     largest = max(block.length for block in opened.blocks)
     with pytest.raises(ConfigError, match="cache_bytes"):
         opened(cache_bytes=2 * largest - 1)
@@ -431,6 +434,9 @@ def test_a_cache_that_cannot_hold_the_blocks_is_refused(opened: Opening, tmp_pat
     with pytest.raises(ConfigError, match="cache_bytes"):
         opened(cache_bytes=4 * largest).hold(8, 1)
     opened(cache_bytes=8 * largest).hold(8, 1)
+    monkeypatch.setattr(block_cache.shutil, "disk_usage", lambda _: SimpleNamespace(free=2 * largest))
+    with pytest.raises(ConfigError, match="three quarters .* twice the largest block; use another cache_dir"):
+        opened(cache_bytes=None)
     (tmp_path / "file").write_text("")
     data = opened()
     data.cache_dir = tmp_path / "file"
@@ -453,6 +459,7 @@ def test_a_damaged_file_of_the_cache_is_removed(opened: Opening, server: RangeSe
 READER = """
 import random, sys, zlib
 from pathlib import Path
+from types import SimpleNamespace
 from tandem.data.block_cache import BlockCache
 from tandem.data.block_fetcher import BlockFetcher
 from tandem.data.tar_index import read_index

@@ -13,6 +13,7 @@ the kernel releases them when a process ends:
 import fcntl
 import hashlib
 import os
+import shutil
 import struct
 import threading
 from collections.abc import Iterator
@@ -249,6 +250,18 @@ def contents(folder: Path) -> CacheContents:
     locks = folder / LOCKS
     limit = locks.read_bytes()[_TOTAL.size : _TOTAL.size + _LIMIT.size] if locks.exists() else b""
     return CacheContents(len(sizes), sum(sizes), _number(limit))
+
+
+def most_bytes(folder: Path, wanted: int) -> int:
+    """Return `wanted`, or three quarters of what the volume of `folder` has for its blocks, if that is less.
+
+    Another process may have filled the cache, so its blocks count as free.
+    """
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    free = shutil.disk_usage(there).free
+    with suppress(OSError):
+        free += _number((folder / LOCKS).read_bytes()[: _TOTAL.size]) or 0
+    return min(wanted, free * 3 // 4)
 
 
 def _number(text: bytes) -> int | None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
-from tandem.data.block_cache import BlockCache
+from tandem.data.block_cache import BlockCache, most_bytes
 from tandem.data.block_fetcher import BlockFetcher, SharedStatus
 from tandem.data.blocks import Recent
 from tandem.data.host_generators import unobserved
@@ -30,6 +30,7 @@ from tandem.telemetry.metrics import Sample
 from tandem.timeouts import BLOCK_DEADLINE_SECONDS, BLOCK_USED_SECONDS
 
 CACHE_BYTES = 20 * 10**9
+"""The most that a cache takes by default."""
 MOST_TABLES = 1024
 """Blocks whose lists of files stay in memory, about 30 kB for 100 samples."""
 OPEN_BLOCKS = 320
@@ -93,13 +94,14 @@ class TarBlocks(Dataset[Any]):
         blocks: Sequence[StoredBlock],
         decode: Decode | None,
         cache_dir: Path,
-        cache_bytes: int,
+        cache_bytes: int | None,
         deadline: float,
     ) -> None:
         self.blocks = blocks
         self.decode = decode
         self.cache_dir = cache_dir
-        self.cache_bytes = cache_bytes
+        self._has_limit = cache_bytes is not None
+        self.cache_bytes = most_bytes(cache_dir, CACHE_BYTES) if cache_bytes is None else cache_bytes
         self.deadline = deadline
         self._ends = list(accumulate(block.samples for block in blocks))
         self._open_blocks = OPEN_BLOCKS
@@ -138,11 +140,21 @@ class TarBlocks(Dataset[Any]):
         self._reading.capacity = max(MOST_TABLES, 2 * blocks)
         self._shards.capacity = max(OPEN_SHARDS, min(blocks, getrlimit(RLIMIT_NOFILE)[0] // 4))
         lengths = sorted((block.length for block in self.blocks if is_remote(block.address)), reverse=True)
-        if (needed := sum(lengths[:blocks])) > self.cache_bytes:
+        self.require(sum(lengths[:blocks]), f"because a rank reads from {blocks} blocks at a time")
+
+    def require(self, needed: int, why: str) -> None:
+        """Raise ConfigError if the cache may take fewer than `needed` bytes."""
+        if needed <= self.cache_bytes:
+            return
+        if self._has_limit:
             raise ConfigError(
                 f"tar_blocks(): cache_bytes: invalid value {self.cache_bytes:,}; expected at least "
-                f"{needed:,}, because a rank reads from {blocks} blocks at a time"
+                f"{needed:,}, {why}"
             )
+        raise ConfigError(
+            f"tar_blocks(): the cache in {self.cache_dir} may take three quarters of what is free there, "
+            f"{self.cache_bytes:,} bytes; expected at least {needed:,}, {why}; use another cache_dir"
+        )
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -292,29 +304,26 @@ def tar_blocks(
     decode: Decode | None = None,
     *,
     cache_dir: str | os.PathLike[str] | None = None,
-    cache_bytes: int = CACHE_BYTES,
+    cache_bytes: int | None = None,
     deadline: float = BLOCK_DEADLINE_SECONDS,
 ) -> TarBlocks:
     """Return the tar shards of an index as a dataset; `tandem index` writes the index.
 
     Args: decode: makes a sample of a dict of the key (`__key__`) and {extension: bytes}. cache_dir: the
     folder for blocks that are not on this machine, shared by all ranks of a node; by default in the folder
-    for temporary files. cache_bytes: the most that it takes. deadline: seconds of failed attempts to read a
-    block until the run ends.
+    for temporary files. cache_bytes: the most that it takes; None: 20 GB, or three quarters of the free space
+    if that is less. deadline: seconds of failed attempts to read a block until the run ends.
 
     Raises ConfigError for an index that is missing or damaged, and for a cache that is too small.
     """
     blocks = read_index(Path(index))
     if deadline <= 0:
         raise ConfigError(f"tar_blocks(): deadline: invalid value {deadline}; expected seconds > 0")
-    largest = max((block.length for block in blocks if is_remote(block.address)), default=0)
-    if cache_bytes < 2 * largest:
-        raise ConfigError(
-            f"tar_blocks(): cache_bytes: invalid value {cache_bytes:,}; "
-            f"expected at least {2 * largest:,}, twice the largest block"
-        )
     folder = Path(cache_dir) if cache_dir is not None else default_folder()
-    return TarBlocks(blocks, decode, folder.absolute(), cache_bytes, deadline)
+    found = TarBlocks(blocks, decode, folder.absolute(), cache_bytes, deadline)
+    largest = max((block.length for block in blocks if is_remote(block.address)), default=0)
+    found.require(2 * largest, "twice the largest block")
+    return found
 
 
 def default_folder() -> Path:
