@@ -143,6 +143,8 @@ def test_a_gpt_on_served_shards_is_killed_and_ends_with_equal_bits(
     assert hard["weights_sha256"] == calm["weights_sha256"] and hard["loss"] == calm["loss"]
     assert float(str(hard["loss"])) < 3, "it has learned more than how frequent each character is"
     check_requests(server.asked()[indexed + len(asked_in_calm) :], folder / "index.jsonl")
+    code, output = cluster.call("down")
+    assert code == 0 and f"{cluster.project}_default stays, because {server.name} is" in output, output
 
 
 def check_requests(asked: list[tuple[str, str, str]], index: Path) -> None:

@@ -187,6 +187,7 @@ def test_down_stops_a_job_and_says_how_it_ended_before_it_removes_it(
     monkeypatch.setattr(engine.Cluster, "found", found)
     monkeypatch.setattr(engine.Cluster, "nodes", lambda self: played.there)
     monkeypatch.setattr(engine.Cluster, "read_dated", lambda self, path: played.files.get(path))
+    monkeypatch.setattr(cluster, "docker", lambda *words, **options: "")  # the network is gone
     monkeypatch.delenv("RUN", raising=False)
     assert cluster.down(command_line.parsed(["down", "--project", "own"])) == 0
     down = "cluster own is down; volumes kept (VOLUMES=1 removes own_checkpoints and _data)\n"

@@ -345,6 +345,11 @@ def down(options: argparse.Namespace) -> int:
     remove_secret(options.project)
     kept = "removed" if everything else f"kept (VOLUMES=1 removes {options.project}_checkpoints and _data)"
     say(f"cluster {options.project} is down; volumes {kept}")
+    network = f"{options.project}_default"
+    connected = "{{range .Containers}}{{.Name}} {{end}}"
+    # Compose keeps a network that others use.
+    if names := docker("network", "inspect", "--format", connected, network, check=False).split():
+        say(f"network {network} stays, because {', '.join(names)} is connected to it")
     return 0
 
 
