@@ -56,7 +56,7 @@ BATCH = 256
 SHARD_SAMPLES = 1024
 ROW_GROUP, SCALARS = 100, 16
 DELAY = 0.03
-WRITTEN = ("arrow", "litdata", "mosaic")
+WRITTEN = ("arrow", "litdata", "mosaic", "mosaic-hashed")
 """Formats that only their own libraries write."""
 LIMIT_SECONDS = 300.0
 
@@ -160,20 +160,25 @@ def write_rows(folder: Path, samples: int) -> None:
         parquet.write_table(table, folder / "rows" / f"{first // size:05}.parquet", row_group_size=ROW_GROUP)
 
 
-def answer(python: str, program: str, *words: object, own: Path | None = None) -> dict[str, Any]:
-    """Return what a program of peer_programs prints as JSON, or {"error"} if it prints none.
+def variables(own: Path | None) -> dict[str, str]:
+    """Return the environment of a program of peer_programs.
 
     `own`: the folder for what libraries keep of what they have read.
     """
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("TANDEM_", "HF_"))}
-    variables = {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
-    variables |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    more = {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
+    more |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if own:
-        variables |= {"HF_HOME": str(own / "hf"), "TMPDIR": str(own)}
+        more |= {"HF_HOME": str(own / "hf"), "TMPDIR": str(own)}
+    return kept | more
+
+
+def answer(python: str, program: str, *words: object, own: Path | None = None) -> dict[str, Any]:
+    """Return what a program of peer_programs prints as JSON, or {"error"} if it prints none."""
     command = [python, str(PROGRAMS / program), *map(str, words)]
     try:
         done = subprocess.run(
-            command, env=kept | variables, capture_output=True, text=True, timeout=LIMIT_SECONDS
+            command, env=variables(own), capture_output=True, text=True, timeout=LIMIT_SECONDS
         )
     except FileNotFoundError:
         return {"error": "not installed: there is no such interpreter"}

@@ -32,6 +32,17 @@ QUESTIONS = (
         f"groups of 100 rows, and Arrow: a label and 16 floats.{BY_ROUND}",
     ),
     Question(
+        "Shards behind a faulty server",
+        "shard_faults.py",
+        "shard_faults.json",
+        "An epoch of 200 shards of 12 samples over http, once per reader and fault, each in a process of its "
+        "own with an empty cache and a time limit. Each sample is compared with what was written. Readers "
+        "have their defaults, unless their name says otherwise. litdata and Mosaic Streaming have no reader "
+        "for http. Here, litdata downloads with obstore, as it does from S3, and Mosaic Streaming with "
+        "Python's urllib, its own retries and its own timeout. *Logged* means: only in the log, "
+        "while the loop ends as after a whole epoch. Seconds are of the whole process, with imports.",
+    ),
+    Question(
         "Time to 98% accuracy, from program start",
         "time_to_98.py",
         "time_to_98.json",

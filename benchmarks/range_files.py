@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +25,9 @@ PART = 2**20
 class FileHandler(Handler):
     """Answers with a file or a range of it."""
 
+    ranges = True
+    """False: a header Range is ignored."""
+
     def do_HEAD(self) -> None:
         self.reply(with_body=False)
 
@@ -37,13 +40,15 @@ class FileHandler(Handler):
         if not path.is_file():
             return self.answer(404)
         size = path.stat().st_size
-        asked = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
+        wanted = self.headers.get("Range", "") if self.ranges else ""
+        asked = re.fullmatch(r"bytes=(\d*)-(\d*)", wanted)
         first, end = _range(asked, size) if asked else (0, size)
         self.send_response(206 if asked else 200)
         if asked:
             self.send_header("Content-Range", f"bytes {first}-{end - 1}/{size}")
         self.send_header("Content-Length", str(end - first))
-        self.send_header("Accept-Ranges", "bytes")
+        if self.ranges:
+            self.send_header("Accept-Ranges", "bytes")
         self.send_header("ETag", f'"{size}-{path.stat().st_mtime_ns}"')
         self.end_headers()
         if with_body:
@@ -68,7 +73,13 @@ def _range(asked: re.Match[str], size: int) -> tuple[int, int]:
 @contextmanager
 def served(folder: Path, delay: float) -> Iterator[str]:
     """Serve the files of a folder from another process; yields the address."""
-    command = [sys.executable, __file__, str(folder), str(delay)]
+    with started([sys.executable, __file__, str(folder), str(delay)]) as address:
+        yield address
+
+
+@contextmanager
+def started(command: Sequence[str]) -> Iterator[str]:
+    """Run a server that prints its address and ends with its stdin; yields the address."""
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -77,14 +88,19 @@ def served(folder: Path, delay: float) -> Iterator[str]:
             process.stdin.close()
 
 
+def run(server: RangeServer) -> None:
+    """Serve until stdin is closed."""
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    print(server.address, flush=True)
+    sys.stdin.read()
+    server.shutdown()
+
+
 def main(folder: str, delay: str) -> None:
     with RangeServer(Path(folder)) as server:
         server.RequestHandlerClass = FileHandler
         server.faults.delay = float(delay)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        print(server.address, flush=True)
-        sys.stdin.read()
-        server.shutdown()
+        run(server)
 
 
 if __name__ == "__main__":

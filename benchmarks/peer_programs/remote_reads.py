@@ -26,11 +26,14 @@ Content = tuple[bytes, int]
 Open = Callable[[str, Path], Iterator[Content]]
 
 
-def fetched(address: str, path: str) -> None:
-    """Write a whole file: what litdata and Streaming lack for http://."""
+def fetched(address: str, path: str, timeout: float | None = None) -> None:
+    """Write a whole file: what litdata and Streaming lack for http://. An error has its address."""
     part = f"{path}.{os.getpid()}.part"
-    with urllib.request.urlopen(address) as answer, open(part, "wb") as file:
-        file.write(answer.read())
+    try:
+        with urllib.request.urlopen(address, timeout=timeout) as answer, open(part, "wb") as file:
+            file.write(answer.read())
+    except OSError as error:
+        raise OSError(f"{address}: {error}") from error
     os.replace(part, path)
 
 
@@ -71,7 +74,7 @@ def webdataset() -> Open:
     return read
 
 
-def litdata() -> Open:
+def litdata(fetch: Callable[[str, str], None] = fetched) -> Open:
     from litdata import StreamingDataset
     from litdata.streaming.downloader import Downloader, register_downloader
     from litdata.streaming.resolver import Dir
@@ -79,7 +82,7 @@ def litdata() -> Open:
     class Http(Downloader):
         def download_file(self, remote_chunkpath: str, local_chunkpath: str) -> None:
             if not os.path.exists(local_chunkpath):
-                fetched(remote_chunkpath, local_chunkpath)
+                fetch(remote_chunkpath, local_chunkpath)
 
     register_downloader("http://", Http)
 
@@ -113,7 +116,7 @@ def datasets_parquet() -> Open:
     return read
 
 
-def mosaic() -> Open:
+def mosaic(**more: Any) -> Open:
     from streaming import StreamingDataset
     from streaming.base.storage.download import DOWNLOADER_MAPPINGS, CloudDownloader
 
@@ -126,13 +129,13 @@ def mosaic() -> Open:
             """Nothing is kept open."""
 
         def _download_file_impl(self, remote: str, local: str, timeout: float) -> None:
-            fetched(remote, local)
+            fetched(remote, local, timeout)
 
     DOWNLOADER_MAPPINGS["http"] = Http
 
     def read(address: str, cache: Path) -> Iterator[Content]:
         data = StreamingDataset(
-            remote=f"{address}/mds", local=str(cache / "mds"), batch_size=BATCH, shuffle=True
+            remote=f"{address}/mds", local=str(cache / "mds"), batch_size=BATCH, shuffle=True, **more
         )
         return ((sample["bin"], sample["cls"]) for sample in data)
 

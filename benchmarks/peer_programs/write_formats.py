@@ -2,7 +2,8 @@
 
     write_formats.py FORMAT FOLDER
 
-FORMAT: arrow, litdata or mosaic. A chunk has as many samples as a shard. Prints {}, or {"error": ...}.
+FORMAT: arrow, litdata, mosaic, or mosaic-hashed. A chunk has as many samples as a shard. Prints {},
+or {"error": ...}.
 """
 
 import json
@@ -51,7 +52,25 @@ def write_mosaic(folder: Path, shards: list[str]) -> None:
                 writer.write(sample)
 
 
-WRITERS = {"arrow": write_arrow, "litdata": write_litdata, "mosaic": write_mosaic}
+def write_mosaic_hashed(folder: Path, shards: list[str]) -> None:
+    """With a hash of each shard, which a reader may check, and exactly the samples of a tar shard in each."""
+    from streaming import MDSWriter
+
+    columns = {"bin": "bytes", "cls": "int"}
+    with MDSWriter(out=str(folder / "mds"), columns=columns, hashes=["xxh64"], size_limit=None) as writer:
+        sizes = [len(writer.encode_sample(sample)) for sample in stored(shards[0])]
+        writer.size_limit = writer.new_shard_size + sum(sizes) + len(sizes) * writer.extra_bytes_per_sample
+        for shard in shards:
+            for sample in stored(shard):
+                writer.write(sample)
+
+
+WRITERS = {
+    "arrow": write_arrow,
+    "litdata": write_litdata,
+    "mosaic": write_mosaic,
+    "mosaic-hashed": write_mosaic_hashed,
+}
 
 
 def main(form: str, folder: str) -> None:
