@@ -12,7 +12,7 @@ batch. Times are processor times, which equal wall times on an idle machine. (pe
 Over http, each reader starts in a process of its own with an empty cache, shuffles as for training, and reads
 all samples once (peer_programs/remote_reads.py). The server waits before each answer, as an object store
 does. Times are wall times from opening the data, without imports. A chunk, file or row group of a peer has
-the samples of one shard.
+the samples of one shard, and a shard of Mosaic Streaming has as many bytes.
 
 In a round all readers have their turn, each round beginning with another one. Ratios are of the same round,
 and the result is their median. Peers are installed from PyPI on first use, unless --peers-python names
