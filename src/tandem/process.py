@@ -166,6 +166,12 @@ MEMORY_FILES = {
 """{control group version: files with the limit and the usage, and the page cache's part of it}."""
 
 
+def nearest_existing(folder: Path) -> Path:
+    """Return `folder`, or its nearest parent that exists. Raises OSError if one may not be searched."""
+    absolute = folder.absolute()
+    return next(each for each in (absolute, *absolute.parents) if each.exists())
+
+
 def memory_left(root: Path) -> int | None:
     """Return the bytes of memory that the machine and this process's control groups have left.
 

@@ -423,6 +423,10 @@ def test_a_look_at_a_cache_changes_nothing(tmp_path: Path) -> None:
     assert contents(tmp_path).limit == 4 * 4096 and contents(tmp_path).size <= 4 * 4096
 
 
+def no_permission(path: Path) -> None:
+    raise PermissionError(13, "Permission denied", str(path))
+
+
 def test_a_cache_that_cannot_hold_the_blocks_is_refused(
     opened: Opening, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -437,6 +441,8 @@ def test_a_cache_that_cannot_hold_the_blocks_is_refused(
     monkeypatch.setattr(block_cache.shutil, "disk_usage", lambda _: SimpleNamespace(free=2 * largest))
     with pytest.raises(ConfigError, match="three quarters .* twice the largest block; use another cache_dir"):
         opened(cache_bytes=None)
+    monkeypatch.setattr(block_cache.shutil, "disk_usage", no_permission)
+    assert opened(cache_bytes=None).cache_bytes == tar_shards.CACHE_BYTES
     (tmp_path / "file").write_text("")
     data = opened()
     data.cache_dir = tmp_path / "file"
@@ -459,7 +465,6 @@ def test_a_damaged_file_of_the_cache_is_removed(opened: Opening, server: RangeSe
 READER = """
 import random, sys, zlib
 from pathlib import Path
-from types import SimpleNamespace
 from tandem.data.block_cache import BlockCache
 from tandem.data.block_fetcher import BlockFetcher
 from tandem.data.tar_index import read_index

@@ -109,7 +109,10 @@ def in_time(
         return subprocess.run(command, capture_output=True, timeout=limit, **options)
     except subprocess.TimeoutExpired:
         shown = name or " ".join(command[:4])
-        raise ClusterError(f"`{shown}` took longer than {limit:.0f} s; does the engine hang?") from None
+        raise ClusterError(
+            f"`{shown}` took longer than {limit:.0f} s; if the engine hangs, restart it: "
+            "sudo systemctl restart docker"
+        ) from None
 
 
 def code_of_removed(identity: str, created: str) -> int | None:

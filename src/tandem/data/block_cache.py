@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from tandem.data.tar_index import StoredBlock
 from tandem.errors import ConfigError
+from tandem.process import nearest_existing
 
 LOCKS = "locks"
 PART = ".part"
@@ -255,12 +256,15 @@ def contents(folder: Path) -> CacheContents:
 def most_bytes(folder: Path, wanted: int) -> int:
     """Return `wanted`, or three quarters of what the volume of `folder` has for its blocks, if that is less.
 
-    Another process may have filled the cache, so its blocks count as free.
+    Another process may have filled the cache, so its blocks count as free. `BlockCache` reports a folder that
+    cannot be used.
     """
-    there = next(each for each in (folder, *folder.parents) if each.exists())
-    free = shutil.disk_usage(there).free
-    with suppress(OSError):
-        free += _number((folder / LOCKS).read_bytes()[: _TOTAL.size]) or 0
+    try:
+        free = shutil.disk_usage(nearest_existing(folder)).free
+        with suppress(OSError):
+            free += _number((folder / LOCKS).read_bytes()[: _TOTAL.size]) or 0
+    except OSError:
+        return wanted
     return min(wanted, free * 3 // 4)
 
 

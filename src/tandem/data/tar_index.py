@@ -58,8 +58,7 @@ class Member(NamedTuple):
 class BlockTable:
     """The files of the samples of a block: their extensions, first bytes and sizes, all in one order.
 
-    A list of numbers for each, because objects of Python's own for each file would make garbage collections
-    take most of the time.
+    These are flat lists. With an object for each file, garbage collections took most of the time of a reader.
     """
 
     __slots__ = ("_ends", "extensions", "keys", "offsets", "sizes")

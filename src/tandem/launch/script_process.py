@@ -204,7 +204,9 @@ def park_aborting_threads() -> None:
     itself lets it wait. If the main thread calls std::terminate, the alarm ends the process. Without
     libstdc++, nothing changes.
     """
+    if sys.version_info >= (3, 14):
+        return
     with suppress(OSError, AttributeError):
-        cxx = ctypes.CDLL("libstdc++.so.6")
+        set_terminate = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
         signal.alarm(FINALIZATION_SECONDS)
-        cxx["_ZSt13set_terminatePFvvE"](ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p))
+        set_terminate(ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p))

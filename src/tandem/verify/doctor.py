@@ -22,6 +22,7 @@ from tandem.distributed.devices import DRIVER_FILE, driver_version, why_no_gpu
 from tandem.errors import TandemError
 from tandem.launch.connectivity import ConnectivityProblem, clock, interfaces, names, others, world_size
 from tandem.platforms.placement import detect, of_this_process
+from tandem.process import nearest_existing
 from tandem.run.directory import RunDir
 from tandem.verify import machine
 from tandem.verify.machine import findings, refused
@@ -148,7 +149,7 @@ def memory(root: Path) -> str:
 
 def _space(folder: Path) -> str:
     """Return the free space of the nearest existing directory, and whether it is writable."""
-    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    there = nearest_existing(folder)
     usage = shutil.disk_usage(there)
     may = "writable" if os.access(there, os.W_OK) else f"NOT writable for user {os.getuid()}"
     return f"{folder}: {may}, {usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free"

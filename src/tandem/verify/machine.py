@@ -19,6 +19,7 @@ from tandem.distributed.devices import DRIVER_FILE, why_no_gpu, why_refused
 from tandem.launch.connectivity import ConnectivityProblem
 from tandem.launch.join_rules import ENOUGH_SHARED_BYTES
 from tandem.log import counted
+from tandem.process import nearest_existing
 from tandem.run.directory import RunDir
 from tandem.text import first_line, format_duration
 from tandem.timeouts import CLOCK_SKEW_SECONDS, LEAVE_SECONDS, TOOL_ANSWER_SECONDS
@@ -174,7 +175,7 @@ def volume(run_dir: Path, save_bytes: float = 0.0) -> Iterator[ConnectivityProbl
 
     A directory that does not exist yet is judged by its nearest existing parent.
     """
-    there = next(each for each in (run_dir.absolute(), *run_dir.absolute().parents) if each.exists())
+    there = nearest_existing(run_dir)
     # Check this first, because access(2) also fails on a read-only mount, where chown does not help.
     if os.statvfs(there).f_flag & os.ST_RDONLY:
         yield ConnectivityProblem(
