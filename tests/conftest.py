@@ -156,7 +156,7 @@ class Processes:
             output, _ = process.communicate(timeout=patient(limit))
         except subprocess.TimeoutExpired:
             self.kill(process)
-            output, _ = process.communicate(timeout=10)
+            output, _ = process.communicate(timeout=patient(10))
             too_long = f"{process.args!r} ran longer than {patient(limit):g} s"
             pytest.fail(f"{too_long}; its output:\n{output}", pytrace=False)
         return process.returncode, output or ""
@@ -173,7 +173,7 @@ class Processes:
         """Kill what still runs, and close the pipes."""
         for process in self.started:
             self.kill(process)
-            process.wait(timeout=10)
+            process.wait(timeout=patient(10))
             for stream in (process.stdout, process.stderr, process.stdin):
                 if stream is not None:
                     stream.close()

@@ -12,6 +12,7 @@ class Machine:
     """One of them: a command line that begins with `on` runs there, and others reach it at `address`."""
 
     def __init__(self, number: int) -> None:
+        self.number = number
         self.address = f"10.88.0.{number}"
         self.holder = subprocess.Popen(["unshare", "--net", "sleep", "1200"], stdin=subprocess.DEVNULL)
         deadline = time.monotonic() + patient(10)
@@ -27,6 +28,17 @@ class Machine:
         for command in commands:
             subprocess.run([*self.on, *command.split()], check=True)
 
+    def connect(self, fabric: "Machine") -> None:
+        """Join the bridge of `fabric`."""
+        self.fabric = fabric
+        cable = f"ip link add cable{self.number} type veth peer name eth0 netns {self.holder.pid}"
+        fabric.run(cable, f"ip link set cable{self.number} master br0 up")
+        self.run("ip link set lo up", f"ip addr add {self.address}/24 dev eth0", "ip link set eth0 up")
+
+    def set_cable(self, state: str) -> None:
+        """`down` as if its cable were pulled, then `up` again."""
+        self.fabric.run(f"ip link set cable{self.number} {state}")
+
     def remove(self) -> None:
         self.holder.kill()
         self.holder.wait()
@@ -40,10 +52,8 @@ def machines(count: int) -> Iterator[Sequence[Machine]]:
             made.append(Machine(number))
         fabric, *found = made
         fabric.run("ip link add br0 type bridge", "ip link set br0 up")
-        for number, each in enumerate(found):
-            cable = f"ip link add cable{number} type veth peer name eth0 netns {each.holder.pid}"
-            fabric.run(cable, f"ip link set cable{number} master br0 up")
-            each.run("ip link set lo up", f"ip addr add {each.address}/24 dev eth0", "ip link set eth0 up")
+        for each in found:
+            each.connect(fabric)
         yield found
     finally:
         for each in made:

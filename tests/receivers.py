@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from patience import patient
+
 
 @dataclass(frozen=True)
 class Posted:
@@ -112,4 +114,4 @@ class Authority:
 
     @staticmethod
     def _run(folder: Path, command: list[str]) -> None:
-        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=60)
+        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=patient(60))

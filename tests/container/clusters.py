@@ -22,7 +22,7 @@ CLUSTER = [sys.executable, "-m", "tandem.cluster"]
 
 def docker(*arguments: str, check: bool = True, seconds: float = 100) -> str:
     """Output of a docker command, which has to work unless told otherwise."""
-    ended = subprocess.run(["docker", *arguments], capture_output=True, text=True, timeout=seconds)
+    ended = subprocess.run(["docker", *arguments], capture_output=True, text=True, timeout=patient(seconds))
     assert not check or ended.returncode == 0, ended.stderr
     return ended.stdout
 
@@ -36,7 +36,7 @@ def missing() -> str:
         (f"no image {IMAGE}; type: make image", ["docker", "image", "inspect", IMAGE]),
     ):
         try:
-            ended = subprocess.run(command, capture_output=True, timeout=60)
+            ended = subprocess.run(command, capture_output=True, timeout=patient(60))
         except OSError:
             return what
         if ended.returncode:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from clusters import IMAGE, ROOT
 
+from patience import patient
 from program_files import program_text
 from tandem.cluster import chaos
 from tandem.cluster.engine import Cluster
@@ -88,5 +89,5 @@ def test_all_of_them_cost_no_bit(scenes: Scenes, calm: str, broken: Cluster) -> 
 ])  # fmt: skip
 def test_what_cannot_be_broken(image: str, words: list[str], line: str) -> None:
     command = ["make", "--no-print-directory", "chaos", *words]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patient(60))
     assert ended.returncode == 2 and ended.stderr.startswith(f"tandem: {line}")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from clusters import IMAGE, ROOT, TestedCluster, docker
 
+from patience import patient
 from program_files import program_text
 
 pytestmark = pytest.mark.timeout(600)
@@ -267,7 +268,7 @@ def test_a_volume_of_another_user(cluster: TestedCluster) -> None:
     code, output = cluster.up("--nodes", "1")
     assert code == 2 and output.count("\n") == 1
     assert f"tandem: volume {volume} belongs to user 0, and tandem is user 10001; hand it over" in output
-    subprocess.run(output.partition("hand it over: ")[2].split(), check=True, timeout=60)
+    subprocess.run(output.partition("hand it over: ")[2].split(), check=True, timeout=patient(60))
     assert cluster.up("--nodes", "1", "--args", "--steps 5")[0] == 0
 
 
@@ -326,7 +327,7 @@ def test_the_code_of_a_container_that_was_removed_a_moment_ago(cluster: TestedCl
 def make(*arguments: str, **environ: str) -> tuple[int, str]:
     command = ["make", "--no-print-directory", *arguments]
     ended = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True, timeout=60
+        command, cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True, timeout=patient(60)
     )
     return ended.returncode, ended.stderr
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from clusters import ROOT, docker
 
+from patience import patient
+
 pytestmark = pytest.mark.timeout(300)
 
 LOCKED_DOWN = ("--rm", "--read-only", "--cap-drop", "ALL", "--tmpfs", "/tmp")
@@ -60,7 +62,7 @@ def test_it_trains_with_a_read_only_root(image: str) -> None:
     train = ["launch", "--steps", "5", "--metrics-linger", "0"]
     command = ["docker", "run", "--name", name, *LOCKED_DOWN, image, *train]
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=250)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=patient(250))
         assert ended.returncode == 0 and "finished at step 5" in ended.stderr + ended.stdout, ended.stderr
     finally:
         docker("rm", "--force", "--volumes", name, check=False)
@@ -78,7 +80,7 @@ def test_it_compiles_a_model(image: str) -> None:
     rights = [word.replace("/tmp", "/tmp:exec") for word in LOCKED_DOWN]
     train = ["launch", "--steps", "2", "--compile", "--metrics-linger", "0"]
     command = ["docker", "run", *rights, image, *train]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=patient(900))
     assert ended.returncode == 0 and "finished at step 2" in ended.stderr + ended.stdout, ended.stderr
 
 
@@ -93,7 +95,7 @@ def test_the_user_owns_what_it_writes_and_no_program(image: str) -> None:
 
 def test_a_node_without_a_heartbeat_is_not_healthy(image: str) -> None:
     ended = subprocess.run(
-        ["docker", "run", *LOCKED_DOWN, image, "health"], capture_output=True, text=True, timeout=60
+        ["docker", "run", *LOCKED_DOWN, image, "health"], capture_output=True, text=True, timeout=patient(60)
     )
     assert ended.returncode == 1 and "no heartbeat" in ended.stdout
 
@@ -111,7 +113,7 @@ def test_a_change_of_the_source_keeps_every_heavy_layer(image: str, tmp_path: Pa
     tag = f"tandem-test:{uuid.uuid4().hex[:8]}"
     build = ["make", "--silent", "-C", str(ROOT), "image", f"IMAGE={tag}", f"CONTEXT={tmp_path}"]
     try:
-        built = subprocess.run(build, capture_output=True, text=True, timeout=250)
+        built = subprocess.run(build, capture_output=True, text=True, timeout=patient(250))
         assert built.returncode == 0, built.stderr
         before, after = (inspect(each)["RootFS"]["Layers"] for each in (image, tag))
         assert before != after
@@ -124,7 +126,7 @@ def test_a_change_of_the_source_keeps_every_heavy_layer(image: str, tmp_path: Pa
 def test_sbom_names_every_locked_package(image: str, tmp_path: Path) -> None:
     made = subprocess.run(
         ["docker", "run", "--rm", "-i", "--read-only", "--entrypoint", "python3", image, "-"],
-        input=(ROOT / "docker" / "sbom.py").read_text(), capture_output=True, text=True, timeout=60,
+        input=(ROOT / "docker" / "sbom.py").read_text(), capture_output=True, text=True, timeout=patient(60),
     )  # fmt: skip
     sbom = json.loads(made.stdout)
     assert sbom["bomFormat"] == "CycloneDX"

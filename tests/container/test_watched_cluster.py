@@ -74,7 +74,7 @@ class Watched:
         self.url = f"http://127.0.0.1:{port}/api/v1"
 
     def ask(self, path: str) -> Any:
-        with urllib.request.urlopen(f"{self.url}/{path}", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.url}/{path}", timeout=patient(10)) as answer:
             return json.load(answer)["data"]
 
     def firing(self, name: str) -> bool:
@@ -103,7 +103,11 @@ class Watched:
                 command = ["docker", "logs", "--tail", "40", container]
                 error.add_note(
                     subprocess.run(
-                        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60
+                        command,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.STDOUT,
+                        text=True,
+                        timeout=patient(60),
                     ).stdout
                 )
             raise
@@ -128,7 +132,7 @@ def test_alerts_fire_in_the_cluster_and_resolve(
     cluster.until(lambda: cluster.step() > 20, process, "steps")
     watched, nodes = Watched(prometheus), [f"{cluster.project}-node-{index}" for index in (1, 2)]
     with urllib.request.urlopen(
-        f"http://127.0.0.1:{grafana}/var/lib/dashboards/tandem.json", timeout=10
+        f"http://127.0.0.1:{grafana}/var/lib/dashboards/tandem.json", timeout=patient(10)
     ) as file:
         assert json.load(file)["uid"] == "tandem"
 

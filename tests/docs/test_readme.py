@@ -231,7 +231,7 @@ def _programs() -> dict[str, Path]:
     """{name: file} of Debian's packages of priority `required`, of git, make and this Python."""
 
     def query(*words: str) -> list[str]:
-        return subprocess.check_output(words, text=True, timeout=60).splitlines()
+        return subprocess.check_output(words, text=True, timeout=patient(60)).splitlines()
 
     listed = [line.split() for line in query("dpkg-query", "-Wf", "${Priority} ${binary:Package}\n")]
     packages = [line[1] for line in listed if line[:1] == ["required"]]

@@ -66,7 +66,9 @@ def test_the_strict_build_passes_and_its_pages_load_nothing_from_other_hosts(tmp
     # a request that the build would make is refused at once
     nowhere = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
     environment = {**os.environ, **nowhere, "NO_MKDOCS_2_WARNING": "1", "SITE_URL": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=patient(100)
+    )
     assert done.returncode == FINISHED, done.stdout + done.stderr
     assert not list(tmp_path.rglob("*.py*"))
     assert (tmp_path / "search" / "search_index.json").is_file()

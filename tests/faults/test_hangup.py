@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from small_runs import Runs, rank_processes
 
+from patience import patient
 from program_files import program_text
 from tandem.launch.kill import processes_of
 from tandem.run.directory import RunDir
@@ -95,7 +96,7 @@ def test_closing_the_terminal_saves_and_stops(runs: Runs, chatty: tuple[object, 
     command = runs.command("launch", "closed", *LONG, *chatty, delay=0.01)
     with in_a_terminal(runs, command) as process:
         wait_for_a_save(runs, "closed")
-    assert process.wait(timeout=150) == 143
+    assert process.wait(timeout=patient(150)) == 143
     summary = runs.summary("closed")
     assert summary["state"] == "stopped" and summary["exit_code"] == 143
     assert summary["last_checkpoint_step"] == summary["global_step"] >= 20
@@ -108,7 +109,7 @@ def test_a_reader_that_goes_ends_no_run(runs: Runs, chatty: tuple[object, ...], 
     process = runs.start(verb, "unread", *nodes, *chatty, "--steps", 60)
     process.stdout.readline()
     process.stdout.close()
-    assert process.wait(timeout=150) == 0
+    assert process.wait(timeout=patient(150)) == 0
     assert runs.summary("unread")["state"] == "finished"
 
 
@@ -119,7 +120,7 @@ def test_closing_the_terminal_stops_a_script(runs: Runs) -> None:
     log = runs.folder / "script/log/rank-0.log"
     with in_a_terminal(runs, words) as process:
         runs.until(lambda: log.exists() and "here" in log.read_text(), "first words")
-    assert process.wait(timeout=150) == 143
+    assert process.wait(timeout=patient(150)) == 143
     assert "heard" in log.read_text() and "Traceback" not in log.read_text()
 
 

@@ -24,7 +24,7 @@ def verb(runs: Runs, *words: object) -> tuple[int, str]:
     """Exit code and output of a verb, from another process."""
     command = [sys.executable, "-m", "tandem", *map(str, words)]
     done = subprocess.run(
-        command, cwd=runs.folder, env=runs.environment, capture_output=True, text=True, timeout=120
+        command, cwd=runs.folder, env=runs.environment, capture_output=True, text=True, timeout=patient(120)
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -36,7 +36,7 @@ def all_at_their_place(logs: Path, ranks: int) -> bool:
 
 def posted(address: str, headers: dict[str, str]) -> tuple[int, str]:
     """Status and body of a request for stacks to the page."""
-    connection = http.client.HTTPConnection(address, timeout=30)
+    connection = http.client.HTTPConnection(address, timeout=patient(30))
     connection.request("POST", "/api/inspect/stacks", headers=headers)
     response = connection.getresponse()
     return response.status, response.read().decode()

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from small_runs import Runs
 
+from patience import patient
+
 pytestmark = pytest.mark.timeout(300)
 SMALL = ["--task", "small.py:Small", "--batch-size", "24", "--device", "cpu"]
 
@@ -20,7 +22,7 @@ def run(runs: Runs, *words: str) -> tuple[int, Any, str]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=patient(250),
         check=False,
     )
     (line,) = done.stdout.splitlines() or [done.stderr]

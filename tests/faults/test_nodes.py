@@ -252,7 +252,7 @@ def test_while_a_node_is_missing_the_run_is_not_said_to_train(runs: Runs, module
     cluster = Cluster(runs, master, "alone", "--steps", 100_000, "--metrics", f"127.0.0.1:{metrics}")
 
     def page(path: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{metrics}/{path}", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{metrics}/{path}", timeout=patient(10)) as answer:
             return str(answer.read().decode())
 
     runs.wait_for_step("alone", 30)

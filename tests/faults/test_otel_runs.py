@@ -7,6 +7,8 @@ import pytest
 from otel_runs import Sent, only, words_of
 from small_runs import Runs, rank_processes
 
+from patience import patient
+
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
 EPOCH = 104  # steps
 
@@ -69,7 +71,7 @@ def test_the_agent_is_killed_and_the_run_continues(runs: Runs, sent: Sent) -> No
     first = only(sent.collector.spans("run"))
     assert (first.cause, first.is_error) == ("launch killed", True)
     assert {each.cause for each in sent.collector.spans("generation")} == {"launch killed"}
-    process.communicate(timeout=100)
+    process.communicate(timeout=patient(100))
 
     process = sent.start("--nproc", 1, "--steps", last + 40)
     code, output = runs.processes.wait(process)

@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from small_runs import Runs, rank_processes
 from test_listening import beyond_loopback, open_to
 
-from networks import Machine, machines
+from networks import Machine
 from program_files import program_text
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
@@ -28,14 +28,6 @@ HELD = program_text("secret_held")
 
 ENEMY = program_text("secret_enemy")
 """What somebody without the secret may say: torch's own words, TLS and junk, 100 times a second."""
-
-
-@pytest.fixture
-def network(require: Callable[..., None]) -> Iterator[Sequence[Machine]]:
-    for tool in ("ip", "unshare", "nsenter"):
-        require(tool)
-    require("root", os.geteuid() == 0, "network namespaces are made by root")
-    yield from machines(3)
 
 
 class Job:

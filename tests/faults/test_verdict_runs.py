@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from small_runs import Runs
 
+from patience import patient
 from program_files import program_text
 from tandem.report.report import read_run
 
@@ -24,7 +25,7 @@ def ended(runs: Runs, task: str, steps: int, delay: float, port: int) -> tuple[d
 
     def has_ended() -> bool:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/run", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/run", timeout=patient(5)) as answer:
                 said.append(json.loads(answer.read())["verdict"])
         except OSError:
             pass  # it is not there yet, or no longer

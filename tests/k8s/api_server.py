@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from patience import patient
+
 CORE = {"namespaces": "Namespace", "pods": "Pod", "persistentvolumeclaims": "PersistentVolumeClaim",
         "services": "Service", "configmaps": "ConfigMap", "events": "Event", "nodes": "Node"}  # fmt: skip
 GLOBAL = ("Namespace", "Node")
@@ -56,7 +58,7 @@ class ApiServer:
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=patient(10))
 
     def kinds(self) -> set[str]:
         return {each["kind"] for each in self.objects.values()}

@@ -96,7 +96,7 @@ class Controller:
         for pod in self.current.values():
             if pod.code is None:
                 pod.send(signal.SIGKILL)
-                pod.process.wait(timeout=10)
+                pod.process.wait(timeout=patient(10))
         self.succeeded.clear()
         self.start()
         return self._report("Restarting")

@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 from simulated_cluster import REPOSITORY
 
+from patience import patient
 from tandem_k8s.contract import PodPlan
 from tandem_k8s.documents import Document
 
@@ -49,7 +50,7 @@ class Podman:
             ["podman", *self._store, *arguments],
             input=stdin,
             capture_output=True,
-            timeout=LIMIT_SECONDS,
+            timeout=patient(LIMIT_SECONDS),
             env=self._environment,
         )
 

@@ -150,9 +150,9 @@ class Cluster:
         for pod in self.pods:
             with contextlib.suppress(ProcessLookupError):
                 pod.send(signal.SIGKILL)  # all processes of the namespace go with its first
-            pod.process.wait(timeout=10)
+            pod.process.wait(timeout=patient(10))
         self._fabric.kill()
-        self._fabric.wait(timeout=10)
+        self._fabric.wait(timeout=patient(10))
 
     def _wanted(self, plan: PodPlan, scratch: Path, last_word: Path) -> dict[str, Any]:
         container = plan.template.container()

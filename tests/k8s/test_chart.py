@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from patience import patient
 from tandem.kubernetes.render import NEEDS, render
 from tandem_k8s import chart
 from tandem_k8s.documents import Document, load, pod_templates, title
@@ -25,7 +26,7 @@ def helm(require: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path
     require("kubectl")
 
     def run(*words: str) -> tuple[int, str, str]:
-        done = subprocess.run(["helm", *words], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(["helm", *words], capture_output=True, text=True, timeout=patient(60))
         return done.returncode, done.stdout, done.stderr
 
     return run

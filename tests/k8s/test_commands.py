@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from api_server import OPERATOR, ApiServer
 
+from patience import patient
+
 REPOSITORY = Path(__file__).parents[2]
 MAKE = shutil.which("make") or "make"
 INSTANCE = {"app.kubernetes.io/instance": "tandem"}
@@ -427,7 +429,7 @@ def test_the_verbs_need_nothing_but_python(make: Make, tmp_path: Path) -> None:
     source = str(REPOSITORY / "src")
     program = f"import sys; sys.path.insert(0, {source!r}); from tandem.kubernetes import commands, __main__"
     command = [sys.executable, "-S", "-I", "-c", f"{program}; print(sorted(sys.modules))"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(60))
     assert done.returncode == 0, done.stderr
     assert "pydantic" not in done.stdout and "argparse" in done.stdout
 

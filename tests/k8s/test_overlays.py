@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import patient
 from tandem import __version__
 from tandem.kubernetes.render import (
     CONTRADICTIONS,
@@ -36,7 +37,10 @@ def _needs_kubectl(require: Callable[..., None]) -> None:
 @cache
 def rendered(overlay: str) -> str:
     done = subprocess.run(
-        ["kubectl", "kustomize", str(ROOT / "overlays" / overlay)], capture_output=True, text=True, timeout=60
+        ["kubectl", "kustomize", str(ROOT / "overlays" / overlay)],
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""  # no deprecated field
@@ -249,7 +253,9 @@ def test_elastic_before_the_others_is_an_error_of_kustomize(tmp_path: Path) -> N
     lines = [f"resources: [{below}/base]", "components:"]
     lines += [f"- {below}/components/{name}" for name in ("elastic", "script")]
     (tmp_path / "kustomization.yaml").write_text("\n".join(lines))
-    done = subprocess.run(["kubectl", "kustomize", tmp_path], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["kubectl", "kustomize", tmp_path], capture_output=True, text=True, timeout=patient(60)
+    )
     assert done.returncode != 0 and "Master" in done.stderr
 
 

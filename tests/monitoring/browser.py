@@ -11,12 +11,17 @@ from urllib.parse import urlsplit
 import websocket
 from PIL import Image
 
+from patience import patient
 from prometheus import fetch, until
 
 PHONE = (390, 844)
 PHASES_MS = {"data": 0.1, "transfer": 0.0, "forward": 1.0, "backward": 2.0, "optimizer": 0.2, "other": 0.0}
 """Of a step, for histories that tests write."""
 DESKTOP = (1280, 900)
+
+
+class ProtocolError(Exception):
+    """The browser refuses a call, such as to a page that another page has just replaced."""
 
 
 class Browser:
@@ -43,9 +48,9 @@ class Browser:
         )
         port_file = folder / "DevToolsActivePort"
         port = until(lambda: port_file.exists() and port_file.read_text().split(), "browser", 90)[0]
-        tabs = json.loads(fetch(f"http://127.0.0.1:{port}/json/list"))
-        tab = next(each for each in tabs if each["type"] == "page")
-        self._socket = websocket.create_connection(tab["webSocketDebuggerUrl"], timeout=30)
+        targets = f"http://127.0.0.1:{port}/json/list"
+        pages = until(lambda: [tab for tab in json.loads(fetch(targets)) if tab["type"] == "page"], "page")
+        self._socket = websocket.create_connection(pages[0]["webSocketDebuggerUrl"], timeout=patient(30))
         self._numbers = itertools.count(1)
         self.requests: list[str] = []
         self.complaints: list[str] = []
@@ -59,7 +64,8 @@ class Browser:
         while True:
             message = json.loads(self._socket.recv())
             if message.get("id") == number:
-                assert "error" not in message, message
+                if "error" in message:
+                    raise ProtocolError(f"{method}: {message['error']}")
                 return dict(message["result"])
             self._note(message)
 
@@ -113,7 +119,15 @@ class Browser:
         )
 
     def wait_for(self, script: str, limit: float = 60.0) -> Any:
-        return until(lambda: self.run(script), f"page on which {script}", limit)
+        """The first true value of a JavaScript expression, also of the page that replaces this one."""
+
+        def value() -> Any:
+            try:
+                return self.run(script)
+            except ProtocolError:
+                return None
+
+        return until(value, f"page on which {script}", limit)
 
     def foreign_requests(self, url: str) -> list[str]:
         """Requests that went elsewhere than to the origin of `url`."""

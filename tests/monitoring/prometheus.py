@@ -21,7 +21,7 @@ TASK = program_text("prometheus_task")
 
 
 def fetch(url: str, timeout: float = 10.0) -> bytes:
-    with urllib.request.urlopen(url, timeout=timeout) as answer:
+    with urllib.request.urlopen(url, timeout=patient(timeout)) as answer:
         return bytes(answer.read())
 
 

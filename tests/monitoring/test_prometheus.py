@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from patience import patient
 from prometheus import DASHBOARD, RULES, TASK, Prometheus, fetch, pid_of_rank, until
 from tandem.report.server import MetricsServer
 from tandem.telemetry import metrics
@@ -159,7 +160,9 @@ def test_the_straggler_is_named(scraped: Scraped) -> None:
 def test_promtool_finds_no_fault_with_the_page(scraped: Scraped, require: Any) -> None:
     require("promtool")
     for page in (scraped.page, (scraped.run_dir / "metrics.prom").read_bytes()):
-        done = subprocess.run(["promtool", "check", "metrics"], input=page, capture_output=True, timeout=30)
+        done = subprocess.run(
+            ["promtool", "check", "metrics"], input=page, capture_output=True, timeout=patient(30)
+        )
         assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 

@@ -201,6 +201,8 @@ def test_tokens_outside_of_the_vocabulary_are_one_line(tmp_path: Path) -> None:
 def refused(folder: Path) -> str:
     """The last line of a GPT with too small a vocabulary."""
     command = [sys.executable, str(RECIPES / "gpt.py"), "tokens", *GPT, "--vocabulary", "100"]
-    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=patient(100)
+    )
     assert done.returncode == 2, done.stderr
     return done.stderr.splitlines()[-1]

@@ -34,7 +34,9 @@ def test_a_killed_and_a_stopped_rank(
 
     def page() -> str:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{free_port}/metrics", timeout=10) as answer:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{free_port}/metrics", timeout=patient(10)
+            ) as answer:
                 return str(answer.read().decode())
         except OSError:
             return ""

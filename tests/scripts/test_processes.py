@@ -31,7 +31,7 @@ def test_everything_below_a_rank_ends_with_it(kind: str) -> None:
     rounds = os.environ.get("TANDEM_TRIALS", "1")
     limit = str(patient(2))
     words = [sys.executable, str(TRIALS), "--rounds", rounds, "--limit", limit, kind]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=580)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=patient(580))
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from unchanged import PROGRAMS
 
+from patience import patient
 from program_files import program_text
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(600)]
@@ -109,7 +110,7 @@ def test_restart_on_error_is_torchruns_way(scripts: Any) -> None:
 
 def metrics(port: int) -> str:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=patient(5)) as page:
             return str(page.read().decode())
     except OSError:
         return ""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from patience import patient
 from program_files import program_text
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(600)]
@@ -22,7 +23,7 @@ def test_a_slow_rank_of_a_script_is_named_with_its_line(scripts: Any, free_port:
     scripts.until(lambda: events.exists() and '"straggler"' in events.read_text(), process)
 
     def read(path: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{free_port}{path}", timeout=30) as page:
+        with urllib.request.urlopen(f"http://127.0.0.1:{free_port}{path}", timeout=patient(30)) as page:
             return str(page.read().decode())
 
     metrics, status = read("/metrics"), json.loads(read("/api/run"))

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from slurm_jobs import SBATCH_FILES, TRAIN, Slurm
 
+from patience import patient
+
 STAND_INS = Path(__file__).with_name("stand_ins")
 SRC = SBATCH_FILES.parent / "src"
 APPTAINER, PYXIS = (SBATCH_FILES / f"train-{tool}.sbatch" for tool in ("apptainer", "pyxis"))
@@ -67,7 +69,12 @@ def outside_slurm(
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "digits", "TRAIN_SBATCH": str(TRAIN)}
     environ = {"PATH": f"{programs}:/usr/bin:/bin", "PYTHONPATH": "/host", **job, **variables}
     done = subprocess.run(
-        ["bash", str(file), *words], cwd=folder, env=environ, capture_output=True, text=True, timeout=60
+        ["bash", str(file), *words],
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
     )
     return done.returncode, done.stdout + done.stderr
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import patient
 from tandem.config import Settings
 from tandem.config.address import HIDDEN, hidden, hide, is_secret, secrets_in
 from tandem.report import about as about_module
@@ -47,7 +48,7 @@ def test_of_a_simulated_node_it_is_what_was_typed(tmp_path: Path) -> None:
     parent = tmp_path / "tandem"
     parent.write_text(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])")
     command = [sys.executable, str(parent), "launch", "--lr", "1", "--nodes", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(100))
     assert done.stdout == "tandem launch --lr 1 --nodes 2\n", done.stderr
 
 

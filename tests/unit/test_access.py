@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import patient
 from tandem.config import Settings
 from tandem.errors import ConfigError
 from tandem.report.access import Access, is_local_name, load_access
@@ -50,7 +51,7 @@ def test_and_by_no_foreign_one(name: str) -> None:
 def asked_by(name: str | None, access: Access | None = None, host: str = "127.0.0.1") -> int:
     """The status of /api/run for a request with this Host header; None: without one."""
     server = MetricsServer(Registry(), host, 0, lambda: {"healthy": True}, access=access)
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=patient(20))
     try:
         connection.putrequest("GET", "/api/run", skip_host=True)
         if name is not None:
@@ -86,7 +87,7 @@ def guarded() -> Iterator[MetricsServer]:
 
 
 def ask(server: MetricsServer, path: str, token: str | None = None) -> http.client.HTTPResponse:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=patient(10))
     access = {"Authorization": f"Bearer {token}"} if token else {}
     connection.request("GET", path, headers={"User-Agent": "Prometheus/3.5.0", **access})
     return connection.getresponse()
@@ -125,19 +126,21 @@ def test_tls(tmp_path: Path) -> None:
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
          "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "cert.pem"],
-        cwd=tmp_path, check=True, capture_output=True, timeout=60,
+        cwd=tmp_path, check=True, capture_output=True, timeout=patient(60),
     )  # fmt: skip
     files = {"metrics_tls": f"{tmp_path}/cert.pem,{tmp_path}/key.pem"}
     access = load_access(Settings.from_dict(files).metrics)
     server = MetricsServer(Registry(), "127.0.0.1", 0, dict, access=access)
     try:
         assert server.url.startswith("https://")
-        plain = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+        plain = http.client.HTTPConnection("127.0.0.1", server.port, timeout=patient(10))
         with pytest.raises((OSError, http.client.HTTPException)):
             plain.request("GET", "/metrics")
             plain.getresponse()
         trusted = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
-        connection = http.client.HTTPSConnection("127.0.0.1", server.port, timeout=10, context=trusted)
+        connection = http.client.HTTPSConnection(
+            "127.0.0.1", server.port, timeout=patient(10), context=trusted
+        )
         connection.request("GET", "/metrics")
         assert b"tandem_run_state" in connection.getresponse().read()
     finally:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import tandem
+from patience import patient
 from tandem import cli
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config import SETTINGS, SLICES, resolve
@@ -40,7 +41,7 @@ def watched(folder: Path, *arguments: str, **variables: str) -> subprocess.Compl
     script = WATCHED.format(source=SOURCE, argv=["tandem", *arguments])
     command = [sys.executable, "-c", script]
     return subprocess.run(
-        command, cwd=folder, env=environment(**variables), capture_output=True, text=True, timeout=60
+        command, cwd=folder, env=environment(**variables), capture_output=True, text=True, timeout=patient(60)
     )
 
 
@@ -153,7 +154,7 @@ def test_who_reads_no_further_gets_no_traceback() -> None:
 def test_a_closed_stream_leaves_the_exit_code_alone(words: str, code: int, closed: str) -> None:
     """It was 120, Python's own for a last flush that fails, or 1."""
     command = ["sh", "-c", f"{sys.executable} -m tandem {words} {closed}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(100))
     assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
 
 

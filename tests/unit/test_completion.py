@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import patient
 from tandem import cli
 from tandem.config import SETTINGS, SLICES
 from tandem.config.completion import flags_of, script, words_in
@@ -32,7 +33,7 @@ def in_bash(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., set[str]]
 
     def complete(*words: str) -> set[str]:
         command = ["bash", "-c", BASH, str(path), *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patient(60))
         assert done.returncode == 0 and done.stderr == "", done.stderr
         return set(done.stdout.split())
 
@@ -73,7 +74,7 @@ def in_shell(shell: str, path: Path, commands: str, folder: Path) -> list[str]:
     command = [shell, options, "-c", f"source {path}; {commands}"]
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "TERM": "dumb"}
     done = subprocess.run(
-        command, capture_output=True, text=True, cwd=folder, env=environment, timeout=60, check=False
+        command, capture_output=True, text=True, cwd=folder, env=environment, timeout=patient(60), check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.split("\n")

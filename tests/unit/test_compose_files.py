@@ -280,7 +280,9 @@ def test_a_script_that_cannot_be_is_one_line(script: str, words: list[str], line
 def test_what_make_hands_on(words: list[str], options: dict[str, str]) -> None:
     """`echo` in the place of Python prints the words that the shell has made of the line."""
     command = ["make", "--no-print-directory", "compose-up", 'PYTHON=printf "%s\\n"', *words]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
+    said = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=patient(30), check=True
+    ).stdout
     found = vars(command_line.parsed(said.split("\n")[2:-1]))
     assert {name: found[name] for name in options} == options
 
@@ -362,7 +364,7 @@ def test_the_forwarder_hands_on_and_survives_a_target_that_is_gone(free_port: in
 def test_make_gives_tandem_no_variable_that_it_does_not_know() -> None:
     """A TANDEM_ variable that make exports for itself would be a typo to the program that it starts."""
     shown = ["make", "--no-print-directory", "--eval", "shown: ; @env", "shown"]
-    ended = subprocess.run(shown, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    ended = subprocess.run(shown, cwd=ROOT, capture_output=True, text=True, timeout=patient(30))
     assert ended.returncode == 0, ended.stderr
     names = {line.partition("=")[0] for line in ended.stdout.splitlines() if line.startswith("TANDEM_")}
     assert names <= set(os.environ)
@@ -370,7 +372,11 @@ def test_make_gives_tandem_no_variable_that_it_does_not_know() -> None:
 
 def test_help_lists_every_target_that_has_a_text() -> None:
     said = subprocess.run(
-        ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, timeout=30
+        ["make", "--no-print-directory", "help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=patient(30),
     ).stdout
     targets = "setup image image-size sbom docker-host compose-up compose-scale compose-get chaos"
     for target in targets.split():
@@ -380,7 +386,7 @@ def test_help_lists_every_target_that_has_a_text() -> None:
 def test_a_build_of_torch_that_there_is_not() -> None:
     ended = subprocess.run(
         ["make", "--no-print-directory", "image", "TORCH=tpu"],
-        cwd=ROOT, capture_output=True, text=True, timeout=30,
+        cwd=ROOT, capture_output=True, text=True, timeout=patient(30),
     )  # fmt: skip
     assert ended.returncode == 2 and ended.stderr.startswith("make: TORCH: invalid value 'tpu'; ")
 
@@ -390,8 +396,8 @@ def test_only_root_prepares_a_host() -> None:
     if os.geteuid() == 0:
         command = ["setpriv", "--reuid", "10001", "--clear-groups", "python3", "-"]
     ended = subprocess.run(
-        command, input=(ROOT / "docker" / "host.py").read_text(), capture_output=True, text=True, timeout=30,
-        cwd="/", env={"PATH": "/usr/bin:/bin"},
+        command, input=(ROOT / "docker" / "host.py").read_text(), capture_output=True, text=True,
+        timeout=patient(30), cwd="/", env={"PATH": "/usr/bin:/bin"},
     )  # fmt: skip
     line = "tandem: preparing this machine needs root; type: sudo make docker-host\n"
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", line)

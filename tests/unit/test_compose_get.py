@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import patient
 from tandem.cluster import command_line
 
 ROOT = Path(__file__).parents[2]
@@ -113,6 +114,8 @@ def test_a_run_that_changes_while_it_is_read_is_brought_and_said(get: Get, tmp_p
 def test_what_make_hands_on() -> None:
     words = ["RUN=runs/digits", "TO=a 'b' c", "PROJECT=own", 'PYTHON=printf "%s\\n"']
     command = ["make", "--no-print-directory", "compose-get", *words]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
+    said = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=patient(30), check=True
+    ).stdout
     found = command_line.parsed(said.split("\n")[2:-1])
     assert (found.action, found.project, found.run, found.to) == ("get", "own", "digits", "a 'b' c")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from patience import patient
 from tandem.cluster import chaos
 from tandem.cluster.engine import Cluster, Node
 from tandem.cluster.faults import Fault, FaultContext
@@ -21,16 +22,18 @@ class Namespace(Cluster):
 
     def helper(self, *arguments: str, options: Sequence[str] = (), check: bool = True) -> str:
         command = ["ip", "netns", "exec", self.project, *arguments]
-        return subprocess.run(command, check=check, capture_output=True, text=True, timeout=20).stdout
+        return subprocess.run(
+            command, check=check, capture_output=True, text=True, timeout=patient(20)
+        ).stdout
 
     def start(self) -> None:
         """The node starts, with a network that nobody has shaped."""
-        subprocess.run(["ip", "netns", "add", self.project], check=True, timeout=20)
+        subprocess.run(["ip", "netns", "add", self.project], check=True, timeout=patient(20))
         self.helper("ip", "link", "add", "eth0", "type", "veth", "peer", "name", "other")
         self.helper("ip", "link", "set", "eth0", "up")
 
     def end(self) -> None:
-        subprocess.run(["ip", "netns", "del", self.project], check=False, timeout=20)
+        subprocess.run(["ip", "netns", "del", self.project], check=False, timeout=patient(20))
 
     def rate(self) -> str:
         """The rate that the kernel holds the node's sending side to; empty: none."""
@@ -50,7 +53,9 @@ def cluster(require: Callable[..., None]) -> Iterator[Namespace]:
     try:
         made.start()
         works = subprocess.run(
-            ["ip", "netns", "exec", made.project, "tc", "qdisc", "show"], capture_output=True, timeout=20
+            ["ip", "netns", "exec", made.project, "tc", "qdisc", "show"],
+            capture_output=True,
+            timeout=patient(20),
         ).returncode
         reason = "tc does not work here" if works else ""
     except (OSError, subprocess.CalledProcessError):

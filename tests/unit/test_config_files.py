@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import patient
 from tandem.config import SETTINGS, SLICES, Parser, Settings, as_toml, resolve
 from tandem.config.sources import FIELDS, Loaded
 from tandem.errors import ConfigError
@@ -120,4 +121,4 @@ def test_config_json_is_flat(tmp_path: Path) -> None:
 
 def test_yaml_is_imported_only_for_yaml() -> None:
     code = "import sys, tandem.cli; tandem.cli.parser_of('launch'); sys.exit('yaml' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=patient(60)).returncode == 0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import patient
 from tandem.data.block_cache import BlockCache
 from tandem.data.tar_index import StoredBlock
 from tandem.verify import doctor
@@ -18,7 +19,7 @@ def run(*flags: str, **environ: str) -> tuple[int, dict[str, str]]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
     ended = subprocess.run(
         [sys.executable, "-m", "tandem", "doctor", *flags],
-        capture_output=True, text=True, env={**clean, **environ}, timeout=100,
+        capture_output=True, text=True, env={**clean, **environ}, timeout=patient(100),
     )  # fmt: skip
     assert not ended.stderr or ended.returncode, ended.stderr
     return ended.returncode, {line[:10].strip(): line[11:] for line in ended.stdout.splitlines()}

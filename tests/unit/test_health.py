@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import patient
 from tandem import layout
 from tandem.telemetry import health
 
@@ -71,7 +72,7 @@ def test_the_heartbeat_of_a_run_on_an_object_store_is_in_its_local_directory(tmp
     health.write_run_health(folder, health.record("train", 3, time.time(), 9))
     command = [sys.executable, "-m", "tandem", "health", "s3://bucket/run"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patient(60))
     assert (done.returncode, done.stderr) == (0, "") and "train at step 3" in done.stdout, done
 
 
@@ -87,6 +88,7 @@ def test_it_imports_little() -> None:
     heavy = "{'torch', 'prometheus_client', 'logging'}"
     code = f"import sys, tandem.telemetry.health; print(len({heavy} & set(sys.modules)))"
     source = os.path.join(os.path.dirname(health.__file__), "..", "..")
-    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, timeout=20,
-                          env={"PYTHONPATH": source})  # fmt: skip
+    command = [sys.executable, "-S", "-c", code]
+    own = {"PYTHONPATH": source}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(20), env=own)
     assert done.stdout == "0\n", done.stderr

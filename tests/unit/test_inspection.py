@@ -21,6 +21,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from needs import require
+from patience import patient
 from program_files import program_text
 from tandem import cli, layout
 from tandem.errors import ConfigError
@@ -90,7 +91,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield begin
     for process in started:
         process.kill()
-        process.wait(timeout=10)
+        process.wait(timeout=patient(10))
         assert process.stdout is not None
         process.stdout.close()
     for pipe in ours:
@@ -122,7 +123,7 @@ def test_a_rank_answers_also_from_native_code(start: Start, tmp_path: Path, what
 def test_a_rank_that_cannot_answer_says_why(start: Start, tmp_path: Path) -> None:
     pid, tell = start("sleep")
     gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait(timeout=30)
+    gone.wait(timeout=patient(30))
     os.kill(pid, signal.SIGSTOP)
     while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
         time.sleep(0.01)  # a running thread stops a moment after the signal
@@ -165,7 +166,7 @@ def test_large_answers_travel_in_chunks_and_nonsense_is_no_answer(tmp_path: Path
     deadline = time.monotonic() + 60
     while remote.missing and time.monotonic() < deadline:
         remote.poll()
-    sender.join(timeout=30)
+    sender.join(timeout=patient(30))
     assert remote.answers == {1: [Answer(5, {"a": 1}, file="a-5.file"), answers[6]], 2: []}
     assert (tmp_path / "a-5.file").read_bytes() == noise and not (tmp_path / "own").exists()
     assert server.num_keys() <= 1, "node 0 removes what it has read"  # torch's own key
@@ -191,7 +192,7 @@ def test_the_clock_of_another_node_is_measured_through_the_store() -> None:
         other = threading.Thread(target=answer_clock, args=(theirs, "a", lambda: time.time_ns() + ahead))
         other.start()
         found = measure_clock(server, "a")
-        other.join(timeout=30)
+        other.join(timeout=patient(30))
         return found
 
     shared = measured(0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from patience import patient
 from tandem.errors import ConfigError
 from tandem.report.access import Access
 from tandem.report.server import MetricsServer
@@ -49,7 +50,7 @@ def server(asked: Asked) -> Iterator[MetricsServer]:
 
 
 def send(server: MetricsServer, path: str, method: str = "POST", **headers: str) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=patient(20))
     try:
         connection.request(method, path, headers={name.replace("_", "-"): v for name, v in headers.items()})
         response = connection.getresponse()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from patience import patient
 from tandem.json_output import wrap_stderr
 
 SETUP = """
@@ -27,7 +28,7 @@ FRAMES = "[W1125 14:02:07.1 TCPStore.cpp:106] recv failed\\nframe #0: a\\nframe 
 def lines(program: str, code: int = 0) -> list[dict[str, Any]]:
     """The records on the stderr of a program. Every line has to be one."""
     words = [sys.executable, "-c", SETUP + program]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=patient(60))
     assert ended.returncode == code, ended.stderr
     return [json.loads(line) for line in ended.stderr.splitlines()]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import patient
 from program_files import program_text
 from tandem.cli import run
 from tandem.errors import ConfigError
@@ -46,7 +47,7 @@ def start() -> Iterator[Start]:
             os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
-        process.wait(timeout=10)
+        process.wait(timeout=patient(10))
         assert process.stdout is not None
         process.stdout.close()
 
@@ -60,7 +61,7 @@ def test_one_rank_of_one_run_is_killed(
     spared = [reader, start(mine / "log" / "rank-10.log"), start(others / "log" / "rank-1.log")]
     assert processes_of(RunDir(mine)) == {("rank", 1): wanted.pid, ("rank", 10): spared[1].pid}
     assert run("kill", [str(mine), "--rank", "1"], {}) == 0
-    assert wanted.wait(timeout=30) == -signal.SIGKILL
+    assert wanted.wait(timeout=patient(30)) == -signal.SIGKILL
     assert capsys.readouterr().out == f"rank 1 of {mine} (process {wanted.pid}): SIGKILL\n"
     assert all(process.poll() is None for process in spared)
 

@@ -45,7 +45,12 @@ def make(target: str, stubs: dict[str, str], *words: str) -> subprocess.Complete
     done = ["--old-file=.venv/.installed", "--old-file=.venv/.tools"]
     settings = ["--silent", *done, f"BIN={stubs['BIN']}", "PYTHON=true"]
     return subprocess.run(
-        ["make", *settings, target, *words], cwd=ROOT, env=stubs, capture_output=True, text=True, timeout=30
+        ["make", *settings, target, *words],
+        cwd=ROOT,
+        env=stubs,
+        capture_output=True,
+        text=True,
+        timeout=patient(30),
     )
 
 

@@ -35,3 +35,25 @@ def test_no_module_of_tests_imports_a_benchmark() -> None:
     programs = {path.stem for path in (TESTS.parent / "benchmarks").glob("*.py")} | {"benchmarks"}
     found = {str(path.relative_to(TESTS)): imported(path) & programs for path in TESTS.rglob("*.py")}
     assert {path: names for path, names in found.items() if names} == {}
+
+
+WAITING = {"run", "check_output", "wait", "communicate", "join", "urlopen", "create_connection"}
+WAITING |= {"HTTPConnection", "HTTPSConnection"}
+
+
+def impatient(path: Path) -> list[int]:
+    """The lines with calls that wait for a number of seconds that TEST_PATIENCE does not change."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in WAITING:
+            limits = [given.value for given in node.keywords if given.arg == "timeout"]
+            limits = [each.value for each in limits if isinstance(each, ast.Constant)]
+            found += [node.lineno for limit in limits if limit is not None and float(str(limit)) >= 5]
+    return found
+
+
+def test_limits_are_longer_on_a_slow_machine() -> None:
+    """Shorter ones belong to polls, which ask again."""
+    modules = [path for path in TESTS.rglob("*.py") if not {"programs", "fixtures"} & {*path.parts}]
+    found = {str(path.relative_to(TESTS)): impatient(path) for path in modules}
+    assert {path: lines for path, lines in found.items() if lines} == {}

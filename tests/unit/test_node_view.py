@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import patient
 from tandem import layout
 from tandem.config import Settings
 from tandem.config.slices import LaunchConfig
@@ -95,7 +96,7 @@ def test_how_a_run_ended_waits_for_the_last_scrape(
         def scrape() -> None:
             asked.set()
             asks = urllib.request.Request(url, headers={"User-Agent": "Prometheus/3.5.0"})
-            with urllib.request.urlopen(asks, timeout=20) as answer:
+            with urllib.request.urlopen(asks, timeout=patient(20)) as answer:
                 seen.append(answer.read().decode())
 
         scrape()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from patience import patient
 from program_files import program_text
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.storage.notes import FolderNotes, Notes, notes_at
@@ -45,7 +46,7 @@ def hold() -> Iterator[Hold]:
     for process in started:
         process.send_signal(signal.SIGCONT)
         process.kill()
-        process.communicate(timeout=20)
+        process.communicate(timeout=patient(20))
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ def test_a_second_launch_is_refused_in_one_line_until_the_first_has_ended(run: P
     assert "another --run-dir" in line and "\n" not in line
     with pytest.raises(ConfigError, match="in use by another launch"):
         refuse_if_owned(run)
-    assert first.communicate("\n", timeout=20) and first.returncode == 0
+    assert first.communicate("\n", timeout=patient(20)) and first.returncode == 0
     refuse_if_owned(run)
     assert not run.exists(), "a launch that has written nothing leaves nothing"
     acquire(run).close()
@@ -125,7 +126,7 @@ def test_a_frozen_owner_loses_the_run_and_publishes_nothing_when_it_comes_back(
             attempt()
     assert store.steps() == [1] and store.read(1)[0] == b"mine"
     first.send_signal(signal.SIGCONT)
-    first.communicate("\n", timeout=20)
+    first.communicate("\n", timeout=patient(20))
     assert first.returncode == 0 and the_note(run).process == os.getpid(), "the late one ends no claim"
     mine.close()
 

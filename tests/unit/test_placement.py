@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tandem.platforms
+from patience import patient
 from program_files import program_text
 from tandem.config.slices import LaunchConfig
 from tandem.errors import ConfigError
@@ -274,7 +275,7 @@ def test_step_variables_count_in_that_step_only(daemon: str, is_kept: bool) -> N
         assert ("SLURM_STEP_ID" in found) is is_kept and found["SLURM_JOB_ID"] == "7"
     finally:
         os.kill(task, signal.SIGKILL)
-        process.wait(timeout=30)
+        process.wait(timeout=patient(30))
         process.stdout.close()
 
 

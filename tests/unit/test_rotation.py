@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import patient
 from tandem import rotation
 from tandem.launch.kill import processes_of
 from tandem.log import setup
@@ -68,7 +69,7 @@ subprocess.run(["echo", "line 20000"])
 def test_what_native_code_writes_during_a_rename_is_lost_in_no_byte(tmp_path: Path) -> None:
     path = tmp_path / "rank-1.log"
     path.write_text("line -1\n" * 1000)  # full already: as a restart finds it
-    subprocess.run([sys.executable, "-c", WRITER, str(path)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", WRITER, str(path)], check=True, timeout=patient(60))
     numbers = end_to_end(path)
     assert numbers == list(range(numbers[0], 20_001)) and numbers[0] > 0
     assert sorted(each.name for each in tmp_path.iterdir()) == ["rank-1.log", "rank-1.log.1"]
@@ -80,7 +81,7 @@ def test_a_restart_puts_a_full_log_aside_and_cuts_none(tmp_path: Path) -> None:
         path.write_text(before)
         code = "import pathlib, sys; from tandem import log, rotation; rotation.LOG_BYTES = 2000; "
         code += "log.redirect_output(pathlib.Path(sys.argv[1])); print('after')"
-        subprocess.run([sys.executable, "-c", code, str(path)], check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", code, str(path)], check=True, timeout=patient(60))
         assert both(path) == before + "after\n"
     assert older(path).exists() and path.read_text() == "after\n"
 
@@ -88,7 +89,7 @@ def test_a_restart_puts_a_full_log_aside_and_cuts_none(tmp_path: Path) -> None:
 def test_a_program_that_sends_its_output_elsewhere_is_left_alone(tmp_path: Path) -> None:
     path, elsewhere = tmp_path / "rank-1.log", tmp_path / "own.log"
     code = WRITER.replace("thread.start()", "os.dup2(os.open(sys.argv[2], 65), 1); thread.start()")
-    subprocess.run([sys.executable, "-c", code, str(path), str(elsewhere)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, str(path), str(elsewhere)], check=True, timeout=patient(60))
     assert len(elsewhere.read_text().splitlines()) == 10_001
     assert end_to_end(path)[-1] == 19_999
 
@@ -226,7 +227,7 @@ def test_a_signal_finds_the_rank_whose_log_was_put_aside(tmp_path: Path) -> None
                 time.sleep(0.05)
             assert processes_of(RunDir(tmp_path)) == {("rank", 1): rank.pid}
         finally:
-            rank.communicate(b"\n", timeout=60)
+            rank.communicate(b"\n", timeout=patient(60))
 
 
 def test_a_folder_without_locks_keeps_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

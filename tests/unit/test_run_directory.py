@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import patient
 from tandem.config import Settings
 from tandem.errors import ConfigError, RunTakenError
 from tandem.platforms.placement import Placement
@@ -75,4 +76,4 @@ def test_only_who_has_a_token_is_checked(tmp_path: Path) -> None:
 
 def test_to_open_one_imports_no_torch() -> None:
     code = "import sys, tandem.run.directory; sys.exit(bool({'torch', 'pydantic'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], timeout=100).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=patient(100)).returncode == 0

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from patience import patient
 from tandem.bounded_reader import (
     LINE_BYTES,
     MOST_STRAY_LINES,
@@ -190,5 +191,5 @@ def test_commands_that_only_read_import_no_torch(tmp_path: Path) -> None:
         f"run('runs', [{str(tmp_path)!r}], {{}}); import tandem.report.report, tandem.report.tracking; "
         "print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(100))
     assert done.stdout.splitlines()[-1] == "False", done.stderr

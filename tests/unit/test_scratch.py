@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import patient
 from program_files import program_text
 from tandem.errors import ConfigError
 from tandem.launch import run_dir as module
@@ -63,7 +64,7 @@ def test_what_killed_agents_left_is_swept_and_nothing_else(short: Path) -> None:
         )
     finally:
         for process in (killed, living):
-            process.communicate("\n", timeout=20)
+            process.communicate("\n", timeout=patient(20))
     assert not kept.exists()
 
 

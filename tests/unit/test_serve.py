@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import patient
 from tandem.cli import run
 from tandem.errors import ConfigError
 from tandem.report.access import Access
@@ -34,7 +35,9 @@ def folder(tmp_path: Path) -> Path:
 
 def ask(url: str, **headers: str) -> tuple[int, bytes, str]:
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=20) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, headers=headers), timeout=patient(20)
+        ) as answer:
             return answer.status, answer.read(), str(answer.headers["Content-Security-Policy"])
     except urllib.error.HTTPError as error:
         return error.code, error.read(), ""
@@ -105,7 +108,7 @@ def test_the_verb_serves_until_ctrl_c(folder: Path) -> None:
         url = process.stdout.readline().partition(" ")[0]
         assert sorted(names(ask(url)[1])) == ["one", "two"]
         os.kill(process.pid, signal.SIGINT)
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=patient(60)) == 0
 
 
 def test_a_broken_run_is_left_out_and_the_others_are_served(

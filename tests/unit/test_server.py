@@ -46,7 +46,7 @@ def ask(
 
 
 def raw(server: MetricsServer, data: bytes) -> bytes:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=patient(10)) as client:
         try:
             client.sendall(data)
             return client.recv(100)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from patience import patient
 from tandem.cli import GROUPS, VERBS, parser_of
 from tandem.config import SETTINGS
 from tandem.config.arguments import COMMON
@@ -16,7 +17,7 @@ LONGEST_LINES = 40
 
 def tandem(*words: str) -> str:
     command = [sys.executable, "-m", "tandem", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=patient(60)).stdout
 
 
 @pytest.mark.parametrize("verb", VERBS)

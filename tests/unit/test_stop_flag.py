@@ -3,12 +3,16 @@
 import subprocess
 import sys
 
+from patience import patient
 from program_files import PROGRAMS
 
 
 def test_a_stop_during_a_fork_is_raised_after_it() -> None:
     done = subprocess.run(
-        [sys.executable, PROGRAMS / "stop_during_fork.py"], capture_output=True, text=True, timeout=60
+        [sys.executable, PROGRAMS / "stop_during_fork.py"],
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
     )
     assert done.stdout.startswith("forked SIGTERM"), done.stdout + done.stderr
     assert done.stdout.rstrip().endswith("True set()")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from test_datasets import write_set
 
+from patience import patient
 from tandem.config.task_names import BUILT_IN
 from tandem.data import datasets, digits
 from tandem.data.kinds import evaluation_batches
@@ -374,6 +375,8 @@ def test_a_slip_in_a_tasks_name_is_told_before_torch_is_imported(
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
     words = [sys.executable, "-m", "tandem", "launch", "--nodes", "2", "--task", task, "--run-dir", "run"]
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2] / 'src'}"}
-    ended = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(
+        words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=patient(100)
+    )
     assert ended.returncode == 2 and said in ended.stderr, ended.stderr
     assert not (tmp_path / "run").exists()

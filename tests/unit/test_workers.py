@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import patient
 from program_files import program_text
 
 STARTED_TOO_LATE = program_text("workers_started_too_late")
@@ -45,7 +46,7 @@ def agent(folder: Path, preload: str, program: str = "agent") -> subprocess.Comp
     with tempfile.TemporaryDirectory() as scratch:  # sockets lie in it: tmp_path may be too long for one
         command = [sys.executable, f"{program}.py", scratch, preload]
         return subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=patient(100)
         )
 
 
