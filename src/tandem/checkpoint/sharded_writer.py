@@ -11,16 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from tandem.checkpoint.retention import Retention
-from tandem.checkpoint.sharded import Parts, divided, file_name, write_parts
+from tandem.checkpoint.sharded import SHARD, VALUES, Parts, divided, file_name, write_parts
 from tandem.checkpoint.storage.protocol import STATE
-from tandem.checkpoint.store import CheckpointStore, Info
-from tandem.checkpoint.writer import CheckpointWriter, SaveOutcome, save_to
+from tandem.checkpoint.store import CheckpointStore
+from tandem.checkpoint.writer import CheckpointWriter, Rebuild, SaveOutcome, save_to
 from tandem.errors import CheckpointError
 from tandem.timeouts import SHARDS_POLL_SECONDS
 
 PARTS = "tandem_parts"
-"""The key of this rank's shards in the state that the writer copies."""
+"""The key of this rank's shards in the state that the writer writes."""
 
 
 class ShardNotices(Protocol):
@@ -65,10 +67,19 @@ class ShardedWriter(CheckpointWriter):
         self._hurried = threading.Event()
         self._until = float("inf")
 
-    def save(self, step: int, state: Mapping[str, Any], info: Info) -> None:
-        """Begin to save the state with this rank's shards; see `CheckpointWriter.save`."""
+    def _taken_apart(self, state: Mapping[str, Any]) -> tuple[list[Tensor], Rebuild]:
+        """Take this rank's shards apart from the rest, which only rank 0 writes."""
         rest, parts = divided(state)
-        super().save(step, {**(rest if self._rank == 0 else {}), PARTS: parts}, info)
+        tensors, rebuild_rest = super()._taken_apart(rest if self._rank == 0 else {})
+        before = len(tensors)
+        heads = [(name, part[SHARD]) for name, part in parts.items()]
+
+        def rebuild(copies: list[Tensor]) -> dict[Any, Any]:
+            copied = zip(heads, copies[before:], strict=True)
+            own = {name: {SHARD: head, VALUES: values} for (name, head), values in copied}
+            return {**rebuild_rest(copies[:before]), PARTS: own}
+
+        return [*tensors, *(part[VALUES] for part in parts.values())], rebuild
 
     def hurry(self, seconds: float) -> None:
         self._until = time.monotonic() + seconds

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import IO, Any, cast
 
 import torch
@@ -25,6 +26,7 @@ from tandem.torch_private import copy_all
 log = logging.getLogger("tandem.checkpoint")
 
 Key = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
+Rebuild = Callable[[list[Tensor]], dict[Any, Any]]
 
 
 class Buffers:
@@ -32,6 +34,7 @@ class Buffers:
 
     def __init__(self) -> None:
         self._copies: list[Tensor] = []
+        self._forms: list[tuple[torch.dtype, torch.Size]] = []
         self._pinned = Pinned()
         self._memory = torch.empty(0)
 
@@ -43,9 +46,11 @@ class Buffers:
             # torch.save stores tied tensors once only if they share memory in the copy too.
             distinct.setdefault(key, tensor)
         sources = list(distinct.values())
-        on_gpu = any(source.is_cuda for source in sources)
-        if [_form(copy) for copy in self._copies] != [_form(source) for source in sources]:
-            self._allocate(sources, on_gpu)
+        forms = [(dtype, shape) for _, dtype, shape, _ in distinct]
+        if forms != self._forms:
+            self._forms = []  # in case there is no memory for them
+            self._allocate(sources, on_gpu=any(source.is_cuda for source in sources))
+            self._forms = forms
         if sources:
             copy_all(self._copies, sources, non_blocking=True)
         # The copies are asynchronous; the next step would overwrite parameters that are still being read.
@@ -66,10 +71,6 @@ class Buffers:
 def _key(tensor: Tensor) -> Key:
     """Return a key for a tensor's values. Empty tensors have address 0, so their id is the key."""
     return tensor.data_ptr() or id(tensor), tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
-    return tensor.dtype, tensor.shape
 
 
 class PendingScores:
@@ -142,19 +143,27 @@ class CheckpointWriter:
         began = time.monotonic()
         # There is one set of buffers, and the previous save still reads it.
         self.wait()
-        skeleton, tensors = flatten(state)
-        copied = unflatten(skeleton, self._buffers.copy(tensors))
+        tensors, rebuild = self._taken_apart(state)
+        copies = self._buffers.copy(tensors)
         held = time.monotonic() - began
         returns = threading.Event()
 
         def write() -> None:
             returns.wait()  # otherwise it would hold Python's lock, and the caller would wait 5 ms for it
-            self._write(step, copied, info, began, held)
+            self._write(step, rebuild(copies), info, began, held)
 
         # The thread is no daemon, so that Python does not exit in the middle of a save.
         self._thread = threading.Thread(target=write, name="tandem-checkpoint")
         self._thread.start()
         returns.set()
+
+    def _taken_apart(self, state: Mapping[str, Any]) -> tuple[list[Tensor], Rebuild]:
+        """Return the tensors to copy, and the function that makes the state that is written of their copies.
+
+        Training waits for this, but not for that function.
+        """
+        skeleton, tensors = flatten(state)
+        return tensors, partial(unflatten, skeleton)
 
     def wait(self) -> None:
         """Wait until the save has finished; raise its error if it must end the run."""

@@ -6,7 +6,6 @@ nothing is announced, and the other nodes report which node is missing.
 
 import contextlib
 import os
-import socket
 import stat
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from tandem.errors import ConfigError
 from tandem.launch.program_arguments import split
 from tandem.launch.secret import take_key
 from tandem.launch.torchrun_flags import translated
-from tandem.platforms.placement import Placement, detect, of_this_process
+from tandem.platforms.placement import Placement, detect_here
 from tandem.signals import StopFlag
 from tandem.timeouts import ANNOUNCE_SECONDS
 
@@ -59,7 +58,7 @@ def placement_of(words: Sequence[str], environ: Mapping[str, str]) -> Placement 
     for tried in ((flags, variables | files, Path(".env")), (without, variables, None)):
         with suppress(ConfigError):
             asked = resolve(*tried).settings.launch
-            placement = detect(of_this_process(environ), socket.gethostname(), asked)
+            placement = detect_here(environ, asked)
             has_agents = placement.rank is None and not placement.starts_all
             return placement if has_agents and placement.nodes > 1 else None
     return None

@@ -23,7 +23,7 @@ from tandem.launch.secret import conceal
 from tandem.launch.simulated import simulate
 from tandem.launch.torch_variables import wait_passively
 from tandem.log import is_quiet, log_if_slow, setup, survive_closed_terminal, writes_to_file
-from tandem.platforms.placement import Placement, detect, of_this_process
+from tandem.platforms.placement import Placement, detect_here
 from tandem.platforms.replica import note_code, note_end, note_start, permanent_exit_code
 from tandem.process import without_collection
 from tandem.run.directory import RunDir
@@ -163,7 +163,7 @@ def _begin(
     else:
         parsed(settings.run.task)  # reports a misspelled name before torch is imported
         notes += filter(None, [untyped_task_note(loaded)])
-    placement = detect(of_this_process(environ), socket.gethostname(), settings.launch)
+    placement = detect_here(environ, settings.launch)
     setup(None, None, placement.node_rank, True, settings.telemetry.log_format == "json")
     is_simulated = placement.nodes_share_host and not placement.starts_all
     if settings.telemetry.log_format == "json" and not writes_to_file():

@@ -25,7 +25,7 @@ from tandem.launch.simulated import stop_with_parent
 from tandem.launch.standalone_rank import connection_of, position_of
 from tandem.launch.torch_variables import use_loopback
 from tandem.log import printable, setup
-from tandem.platforms.placement import detect, outside_steps
+from tandem.platforms.placement import detect
 from tandem.tasks.traces import short_trace, what_and_where
 from tandem.telemetry.journal import to_json
 from tandem.text import one_line
@@ -42,12 +42,11 @@ NOT_OF_THE_RUN = ("device", "threads", "workers", "batch_shares", "compile")
 def evaluate(source: str, given: Mapping[str, Given], environ: Mapping[str, str], as_json: bool) -> int:
     """Evaluate the newest valid checkpoint at `source`, or the step that it names; return the exit code.
 
-    Raises TandemError.
+    `environ` is what `outside_steps` returned. Raises TandemError.
     """
     store, step = locate(source)
     step, info = _newest(store) if step is None else (step, store.info(step))
     settings, note = settings_of(store.directory, info, given, environ)
-    environ = outside_steps(environ)
     placement = detect(environ, socket.gethostname(), settings.launch)
     exactly = f"{store.directory}@{step}"
     nproc = settings.launch.nproc

@@ -35,7 +35,7 @@ from tandem.launch.secret import take_key
 from tandem.launch.store_endpoint import StoreEndpoint
 from tandem.log import setup
 from tandem.platforms.environment import LOOPBACK
-from tandem.platforms.placement import Placement, detect, of_this_process
+from tandem.platforms.placement import Placement, detect_here
 from tandem.process import boot_id
 from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
@@ -84,7 +84,7 @@ def check_nodes(
 
     Raises ConfigError if the job has a single node, and PeerLostError if the nodes do not connect.
     """
-    placement = detect(of_this_process(environ), socket.gethostname(), settings.launch)
+    placement = detect_here(environ, settings.launch)
     nodes = placement.nodes + placement.spares
     if (what := _what_is_here(placement, nodes)) is not None:
         raise ConfigError(

@@ -10,7 +10,6 @@ import ctypes
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +29,7 @@ from tandem.json_output import drain, wrap_stderr
 from tandem.launch.run_dir import adjust_for_job
 from tandem.launch.standalone_rank import StandaloneRank
 from tandem.log import setup
-from tandem.platforms.placement import Placement, detect, of_this_process
+from tandem.platforms.placement import Placement, detect_here
 from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
 from tandem.tasks.traces import full_trace, script_trace
@@ -60,9 +59,8 @@ class ScriptRank:
             self.start = replace(start, connection=replace(start.connection, init="env"))
             self._launched.hand_over()
             return
-        environ = of_this_process(os.environ)
         asked = loaded.settings.launch
-        placement = detect(environ, socket.gethostname(), asked).as_rank()
+        placement = detect_here(os.environ, asked).as_rank()
         if placement.rank is None and placement.nodes > 1:
             raise ConfigError(
                 f"this script is one rank, but its place among {placement.nodes} nodes is not set; "

@@ -19,6 +19,7 @@ import functools
 import importlib
 import os
 import pkgutil
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, cast
@@ -40,7 +41,15 @@ from tandem.platforms.replica import with_index
 
 BY_ITSELF = LaunchConfig()  # no flags, so the platform alone decides
 
-__all__ = ["Placement", "detect", "of_this_process", "on_this_host", "outside_steps", "platforms"]
+__all__ = [
+    "Placement",
+    "detect",
+    "detect_here",
+    "of_this_process",
+    "on_this_host",
+    "outside_steps",
+    "platforms",
+]
 
 
 class Platform(Protocol):
@@ -92,6 +101,11 @@ def of_this_process(environ: Mapping[str, str]) -> Mapping[str, str]:
     Raises ConfigError.
     """
     return with_index(slurm.without_inherited_step(environ, os.getpid()))
+
+
+def detect_here(environ: Mapping[str, str], asked: LaunchConfig = BY_ITSELF) -> Placement:
+    """Return this process's placement: `detect` with what only this host knows. Raises ConfigError."""
+    return detect(of_this_process(environ), socket.gethostname(), asked)
 
 
 def outside_steps(environ: Mapping[str, str]) -> Mapping[str, str]:

@@ -278,8 +278,9 @@ def evaluate(options: "Namespace", environ: Environment) -> int:
     # torch reads these variables when the next line imports it.
     wait_passively()
     from tandem.launch.eval_command import evaluate as score
+    from tandem.platforms.placement import outside_steps
 
-    return score(options.source, options.given, environ, options.json)
+    return score(options.source, options.given, outside_steps(environ), options.json)
 
 
 def evaluate_options(parser: "Parser") -> None:

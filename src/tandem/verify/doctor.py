@@ -6,7 +6,6 @@ It changes nothing, except that it writes and removes one small file on the run'
 import os
 import platform
 import shutil
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +20,7 @@ from tandem.data.tar_shards import CACHE_BYTES, default_folder
 from tandem.distributed.devices import DRIVER_FILE, driver_version, why_no_gpu
 from tandem.errors import TandemError
 from tandem.launch.connectivity import ConnectivityProblem, clock, interfaces, names, others, world_size
-from tandem.platforms.placement import detect, of_this_process
+from tandem.platforms.placement import detect_here
 from tandem.process import nearest_existing
 from tandem.run.directory import RunDir
 from tandem.verify import machine
@@ -77,7 +76,7 @@ def _position_checks(settings: Settings, environ: Environment) -> Iterator[Conne
     nproc = settings.launch.nproc
     ranks = max(1, torch.cuda.device_count()) if nproc == "auto" else int(nproc)
     try:
-        placement = detect(of_this_process(environ), socket.gethostname(), settings.launch)
+        placement = detect_here(environ, settings.launch)
     except (TandemError, OSError) as error:
         remedy = "see docs/platforms.md for the variables of each platform"
         yield world_size(environ, None, ranks) or ConnectivityProblem("placement", "fail", str(error), remedy)
@@ -105,7 +104,7 @@ def _lines(settings: Settings, environ: Environment) -> Iterator[tuple[str, str]
     yield "blocks", _tried(lambda: _blocks(default_folder()))
     yield (
         "placement",
-        _tried(lambda: str(detect(of_this_process(environ), socket.gethostname(), settings.launch))),
+        _tried(lambda: str(detect_here(environ, settings.launch))),
     )
 
 

@@ -30,6 +30,8 @@ from tandem.torch_private import FakeTensors
 
 log = logging.getLogger("tandem.run")
 
+ROWS = (Shard(0),)
+
 
 class FSDPStrategy(single.SingleStrategy):
     """Every rank holds its shard and processes its part of the batch."""
@@ -191,9 +193,11 @@ class FSDPStrategy(single.SingleStrategy):
 
     def _local(self, value: Any) -> Any:
         if isinstance(value, DTensor):
-            if value.placements != (Shard(0),):  # some optimizers' statistics, which are small
+            if value.placements != ROWS:  # some optimizers' statistics, which are small
                 return value.full_tensor()
-            return shard(value.shape, self.rows(len(value))[0], value.to_local().detach())
+            local = value.to_local()
+            shape = value.shape
+            return shard(shape, self.rows(shape[0])[0], local.detach() if local.requires_grad else local)
         if isinstance(value, dict):
             return {key: self._local(item) for key, item in value.items()}
         return [self._local(item) for item in value] if isinstance(value, list) else value
