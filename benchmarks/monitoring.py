@@ -116,7 +116,7 @@ def name_stragglers(rank: int, port: int, trials: int, output: str) -> None:
             times += train_step.clock.end_step()
             step += 1
         rows = world.gather_rows(stragglers.row_of(rank, times)).rows()
-        verdict = stragglers.judge(stragglers.from_rows(rows))
+        verdict = stragglers.compare_ranks(stragglers.from_rows(rows))
         if verdict.marked:
             told["false" if slow is None else "named" if verdict.rank == slow else "wrong"] += 1
         if slow is None and watch.update(verdict):

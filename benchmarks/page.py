@@ -128,7 +128,7 @@ def _readme(results: Path) -> str:
     page, rounds = "docs/reliability.md", _rows(results, "framework_cost")[0].trials
     rows = [
         (
-            f"[from a rank's kill to the next step]({page}#recovery)",
+            f"[time from killing a rank to the next step]({page}#recovery)",
             f"{recovery.trials}; torchrun {recovery.control_trials}",
             f"median {recovery.seconds:.2f} s; torchrun {recovery.control_seconds:.2f} s",
             "reliability_recovery",
@@ -149,7 +149,7 @@ def _readme(results: Path) -> str:
         (
             f"[stopped rank, skipped collective, cut link]({page}#hangs)",
             sum(row.trials for row in hangs),
-            f"{named} named, at most {worst:.2f} s after the timeout",
+            f"the right rank named in {named}, at most {worst:.2f} s after the timeout",
             "reliability_hangs",
         ),
         (

@@ -35,9 +35,9 @@ from tandem.distributed.consensus import ConsensusReader, pack, proposal_slots
 from tandem.launch.membership import LastCall
 from tandem.launch.rendezvous_state import STATE_KEY, WatchfulBackend, poll_intervals
 from tandem.launch.watchdog import NODES_AT_ONCE, Watchdog, _NodeBeats
-from tandem.platforms.placement import detect
+from tandem.platforms.detection import detect
 from tandem.telemetry import metrics
-from tandem.telemetry.hangs import Beat, judge
+from tandem.telemetry.hangs import Beat, find_hung_rank
 from tandem.telemetry.messages import pack_samples
 from tandem.telemetry.meter import Consensus
 from tandem.telemetry.metrics import Gauge
@@ -200,7 +200,7 @@ def pulse(nodes: int, per_node: int) -> list[Row]:
             WATCHDOG_TICK_SECONDS,
         ),
         row(f"{len(everybody)} ranks checked by the watchdog", judged, WATCHDOG_TICK_SECONDS),
-        row(f"a hang among {len(hung)} ranks identified", cpu_ms(lambda: judge(hung))),
+        row(f"a hang among {len(hung)} ranks identified", cpu_ms(lambda: find_hung_rank(hung))),
     ]
 
 

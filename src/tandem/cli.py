@@ -47,9 +47,9 @@ def main() -> None:
         code = error.exit_code
         # A node that fails before it joins would make the others wait until --master-timeout.
         if verb == "launch" and isinstance(error, ConfigError):
-            from tandem.signals import left_at_stop_signals
+            from tandem.signals import exit_on_stop_signal
 
-            with left_at_stop_signals(code):
+            with exit_on_stop_signal(code):
                 from tandem.launch.announce_error import announce_error
 
                 announce_error(sys.argv[2:], environ, error)

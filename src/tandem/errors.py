@@ -60,7 +60,7 @@ def is_own(code: int) -> bool:
 
 
 def job_code(codes: Sequence[int]) -> int:
-    """Return the exit code of a whole from those of its parts.
+    """Combine the exit codes of several ranks or nodes into one.
 
     It is the first code present in this order: 2, the script's own (1..127, 255), 137/139/134, other 128+n,
     200, 143, 0.

@@ -336,7 +336,7 @@ def printable(text: str, longest: int = sys.maxsize) -> str:
     return shown if len(text) <= longest else f"{shown[:-1]}…"
 
 
-def counted(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """Return a number with its noun: 1 rank, 2 ranks."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 

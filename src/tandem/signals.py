@@ -208,7 +208,7 @@ def _hangup() -> tuple[signal.Signals, ...]:
 
 
 @contextmanager
-def left_at_stop_signals(code: int) -> Iterator[None]:
+def exit_on_stop_signal(code: int) -> Iterator[None]:
     """Make a stop signal end this process at once with `code` in this block, which saves nothing."""
 
     def leave(_number: int, _frame: FrameType | None) -> None:
@@ -223,7 +223,7 @@ def left_at_stop_signals(code: int) -> Iterator[None]:
 
 
 @contextmanager
-def ended_by_stop_signals() -> Iterator[None]:
+def default_stop_handlers() -> Iterator[None]:
     """Make stop signals end this process at once in this block, which waits in C where no handlers run."""
     handlers = {number: signal.signal(number, signal.SIG_DFL) for number in STOP_SIGNALS}
     try:

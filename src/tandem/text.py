@@ -24,7 +24,7 @@ def format_duration(seconds: float) -> str:
     raise AssertionError(seconds)
 
 
-def shown(path: PurePath) -> PurePath:
+def relative_path(path: PurePath) -> PurePath:
     """Return a path as a person would type it here: relative if it is below the current directory."""
     try:
         return path.relative_to(Path.cwd())

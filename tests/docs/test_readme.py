@@ -136,7 +136,7 @@ def test_the_package_is_told_by_its_name_and_with_all_its_extras() -> None:
     about = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (line,) = [line for line in text.splitlines() if line.startswith("Extras: ")]
-    extras, _, rest = line.partition(". The distribution is called ")
+    extras, _, rest = line.partition(". The package on PyPI is ")
     assert set(re.findall(r"`(\w+)`", extras)) == set(about["optional-dependencies"]) - {"dev"}
     assert rest.startswith(f"`{about['name']}`")
 

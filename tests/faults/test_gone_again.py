@@ -14,7 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from patience import patient
 from tandem.config.slices import LaunchConfig
 from tandem.launch.rendezvous_state import handler_of
-from tandem.platforms.placement import Placement
+from tandem.platforms.detection import Placement
 from tandem.torch_private import stop_keep_alive
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tandem.kubernetes.render import render
-from tandem.platforms.placement import Placement, detect
+from tandem.platforms.detection import Placement, detect
 from tandem_k8s.contract import operator_environment, plan, resolve
 from tandem_k8s.documents import ROOT, Document, find, load, read
 

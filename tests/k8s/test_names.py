@@ -9,7 +9,7 @@ import pytest
 from tandem.kubernetes.commands import K8sCommand, run
 from tandem.kubernetes.parameters import substituted
 from tandem.kubernetes.render import UsageError, render
-from tandem.platforms.placement import detect
+from tandem.platforms.detection import detect
 from tandem_k8s.contract import plan
 from tandem_k8s.documents import MANIFESTS, ROOT, Document, load, pod_templates, title
 from tandem_k8s.validate import problems

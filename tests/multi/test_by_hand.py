@@ -21,7 +21,7 @@ from tandem.distributed.group import ProcessGroup
 from tandem.distributed.group_store import check_fresh
 from tandem.distributed.position import Connection, Position
 from tandem.errors import ConfigError
-from tandem.platforms.placement import detect
+from tandem.platforms.detection import detect
 
 TASK = program_text("by_hand_task")
 FOREIGN = re.compile(r"TANDEM_|PET_|SLURM_|OMPI_|TORCHELASTIC_|RANK$|LOCAL_|WORLD_SIZE|MASTER_|NNODES")

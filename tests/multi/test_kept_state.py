@@ -175,7 +175,7 @@ def test_other_groups_and_other_data_are_one_line_and_nothing_is_touched(tasks: 
     for more, words in (({"ORDER": "a"}, "groups"), ({"ORDER": "ba"}, "a.weight"), ({"N": 360}, "360")):
         code, output = tasks.train("run", 30, **more)
         assert code == 2 and words in errors_in(output)[0] and "Traceback" not in output, output
-    assert tasks.store("run").steps() == [20, 10] and tasks.store("run").set_aside() == []
+    assert tasks.store("run").steps() == [20, 10] and tasks.store("run").quarantined() == []
     code, output = tasks.train("run", 30, "--on-data-change", "continue", N=360)
     assert code == 0 and "360" in output and tasks.store("run").steps() == [30, 20, 10], output
 
@@ -207,9 +207,9 @@ def test_a_start_goes_back_to_the_newest_that_can_be_loaded(tasks: Tasks) -> Non
     forge(store, 20, {**state, "odd": Path("a type of which nobody knows")})
     code, output = tasks.train("run", 25, "--checkpoint-every", 15)
     assert code == 0 and "step 20 is intact but cannot be loaded" in output, output
-    assert store.steps() == [25, 20, 15, 10] and store.set_aside() == []
+    assert store.steps() == [25, 20, 15, 10] and store.quarantined() == []
     code, output = tasks.train("run", 30)
-    assert code == 0 and tasks.store("run").set_aside() == [], output
+    assert code == 0 and tasks.store("run").quarantined() == [], output
     state = torch.load(Path(store.path(30)) / "state.pt", weights_only=True)
     calm = torch.load(Path(tasks.store("calm").path(30)) / "state.pt", weights_only=True)
     assert all(torch.equal(state["model"][name], calm["model"][name]) for name in ("a.weight", "b.weight"))
@@ -217,4 +217,4 @@ def test_a_start_goes_back_to_the_newest_that_can_be_loaded(tasks: Tasks) -> Non
         forge(store, step, {"model": {"w": torch.zeros(1).expand(1 << 34)}})
     code, output = tasks.train("run", 40)
     assert code == 2 and "can be loaded" in errors_in(output)[-1] and "Traceback" not in output, output
-    assert max(store.steps()) == 30 and store.set_aside() == []
+    assert max(store.steps()) == 30 and store.quarantined() == []

@@ -11,7 +11,7 @@ import pytest
 from own_loops import SMALL, Scripts
 
 from patience import patient
-from tandem.log import counted
+from tandem.log import pluralize
 
 pytestmark = pytest.mark.multi
 LIMIT_SECONDS = 100.0
@@ -58,7 +58,7 @@ def test_one_page_a_share_of_the_cores_and_143_with_a_checkpoint(scripts: Script
     assert (summary["state"], summary["last_checkpoint_step"]) == ("stopped", summary["global_step"])
     assert logs(scripts, "run").count("live page at") == 1, output
     share = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert f"fp32, {counted(share, 'thread')}" in output
+    assert f"fp32, {pluralize(share, 'thread')}" in output
 
 
 FAILING = """

@@ -119,7 +119,7 @@ def test_rows_that_one_rank_finds_damaged_make_all_fall_back(tmp_path: Path) -> 
     last.write_bytes(raw)
     found = in_ranks(saves, tmp_path, 3, 0)
     assert [each["first"] for each in found] == [1, 1, 1]
-    assert store.set_aside() == ["corrupt-step-000000002-1"]
+    assert store.quarantined() == ["corrupt-step-000000002-1"]
 
 
 def misses(trainer: Trainer, _: Any) -> str:
@@ -142,7 +142,7 @@ def test_a_rank_without_the_volume_does_not_make_checkpoints_look_damaged(tmp_pa
     context = in_ranks(misses, tmp_path, 2, kept=[0])
     assert "rank 1 cannot read checkpoint step 1, which is valid on node 0" in context[0]
     store = CheckpointStore(tmp_path / "checkpoints")
-    assert store.steps() == [1] and store.set_aside() == []
+    assert store.steps() == [1] and store.quarantined() == []
 
 
 def full_volume(trainer: Trainer, _: Any) -> list[Any]:

@@ -17,7 +17,7 @@ from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.sharded import divided, file_name, read_rows, read_state, shard, write_parts
 from tandem.checkpoint.state import serialize
 from tandem.checkpoint.storage import _cached_remote, remote_at
-from tandem.checkpoint.storage.notes import notes_at
+from tandem.checkpoint.storage.lease_records import lease_records_at
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.address import address
 from tandem.errors import CheckpointError, ConfigError, RunTakenError
@@ -98,7 +98,7 @@ def test_a_sharded_life_on_an_object_store(store_address: str) -> None:
     name = next(name for name in store.manifest(2)["files"] if name.startswith("shard"))
     store._storage.write(store.path(2) / name, b"rotten")  # type: ignore[attr-defined]
     found = store.newest(lambda step: read_state(store, step), lambda *_: None)
-    assert found is not None and found[0] == 1 and store.set_aside() == ["corrupt-step-000000002-1"]
+    assert found is not None and found[0] == 1 and store.quarantined() == ["corrupt-step-000000002-1"]
     assert store.prune(Retention(1)) == []
 
 
@@ -139,7 +139,7 @@ def test_a_life_on_an_object_store(store_address: str) -> None:
     told: list[int] = []
     found = store.newest_valid(lambda step, problem: told.append(step))
     assert found is not None and found[:2] == (3, STATE) and told == [4]
-    assert store.steps() == [3, 2] and store.set_aside() == ["corrupt-step-000000004-1"]
+    assert store.steps() == [3, 2] and store.quarantined() == ["corrupt-step-000000004-1"]
     store.save(3, b"again", {})
     assert store.read(3)[0] == b"again" and len(store._list()[3]) == 2, "the old state is gone"
     assert str(checkpoints_of(store_address).directory) == str(store.directory)
@@ -221,7 +221,7 @@ def test_a_run_there_belongs_to_one_launch(store_address: str) -> None:
     assert mine.problem is None and mine.token is not None and mine.token.number == 1
     store = CheckpointStore(run / "checkpoints", fence(run, mine.token))
     store.save(1, STATE, {})
-    notes = notes_at(run / "owner")
+    notes = lease_records_at(run / "owner")
     theirs = replace(LeaseRecord.for_this_process(""), word="theirs", host="far", boot="another", machine="")
     assert not notes.create(1, theirs.render()), "a number is given once"
     assert notes.create(2, theirs.render()) and notes.numbers() == [1, 2]

@@ -23,7 +23,7 @@ from tandem.errors import ConfigError, RunFailedError
 from tandem.signals import StopFlag
 from tandem.verify import audit_files, audit_logs, audit_observer
 from tandem.verify.audit import DIFFERS, EXACT, UNJUDGED, Audit, AuditOptions, AuditVerdict
-from tandem.verify.audit_compare import Leftovers, Reference
+from tandem.verify.audit_compare import Reference, RunOutputs
 from tandem.verify.audit_kinds import KINDS, from_logs, from_names
 from tandem.verify.audit_runner import Audited, launched
 from tandem.verify.audit_steps import Baseline, Step, align, read_steps
@@ -203,10 +203,10 @@ def test_times_are_no_numbers_to_compare() -> None:
 # Comparison and kinds
 
 
-def left(folder: Path, name: str, value: float, loss: float) -> Leftovers:
+def left(folder: Path, name: str, value: float, loss: float) -> RunOutputs:
     (folder / name).mkdir()
     torch.save({"w": torch.tensor([value, 1.0])}, folder / name / "a.pt")
-    return Leftovers(folder / name, [PurePath("a.pt")], {"loss": {1.0: 1.0, 2.0: loss}})
+    return RunOutputs(folder / name, [PurePath("a.pt")], {"loss": {1.0: 1.0, 2.0: loss}})
 
 
 def test_what_differs_as_much_as_two_runs_do_is_noise(tmp_path: Path) -> None:
@@ -225,10 +225,10 @@ def test_a_repeatable_run_allows_no_difference(tmp_path: Path) -> None:
 
 def test_a_number_that_the_kill_has_lost_from_a_log_is_no_difference(tmp_path: Path) -> None:
     one, two, three = (left(tmp_path, name, 1.0, 0.5) for name in ("one", "two", "three"))
-    gap = Leftovers(three.folder, three.files, {"loss": {2.0: 0.5}})
+    gap = RunOutputs(three.folder, three.files, {"loss": {2.0: 0.5}})
     found = Reference(one, two).compare(gap)
     assert not found and found.lost == 1
-    early = Leftovers(three.folder, three.files, {"loss": {1.0: 1.0}})
+    early = RunOutputs(three.folder, three.files, {"loss": {1.0: 1.0}})
     assert Reference(one, two).compare(early).first_step == 2.0, "the end of a log is no gap"
 
 

@@ -223,10 +223,10 @@ def test_rotten_bytes_refuse_nothing(store: CheckpointStore) -> None:
     save(store, 20, make(seed=1))
     with pytest.raises(ConfigError, match="seed was 1 and is 0 now"):
         decide_resume(make(), store)
-    assert store.steps() == [20, 10] and not store.set_aside()
+    assert store.steps() == [20, 10] and not store.quarantined()
     (store.path(20) / "state.pt").write_bytes(b"state 99")
     assert begin(decide_resume(make(), store)) == ("resume", 10)
-    assert store.set_aside() == ["corrupt-step-000000020-1"]
+    assert store.quarantined() == ["corrupt-step-000000020-1"]
 
 
 def test_an_address_spelled_as_a_path_is_the_same(store: CheckpointStore) -> None:

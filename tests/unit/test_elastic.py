@@ -7,7 +7,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.launch.membership import Departures, LastCall
-from tandem.platforms.placement import Placement
+from tandem.platforms.detection import Placement
 from tandem.timeouts import FIRST_CALL_SECONDS, LAST_CALL_SECONDS
 
 PLACEMENT = Placement("by-hand", 3, 1, 1, "127.0.0.1", 29500, elastic=(2, 3))

@@ -27,7 +27,7 @@ GOOD = {"time": NOW - 1, "state": "training", "step": 5, "last_progress": NOW - 
     ({"state": "succeeded", "time": 0}, True, "succeeded"),
 ])  # fmt: skip
 def test_judge(change: dict[str, object], healthy: bool, text: str) -> None:
-    verdict, line = health.judge(GOOD | change, NOW)
+    verdict, line = health.assess(GOOD | change, NOW)
     assert verdict is healthy and text in line and "\n" not in line
 
 
@@ -47,8 +47,8 @@ def test_what_is_written_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_heartbeat_of_another_machine_is_judged_by_its_age() -> None:
     elsewhere = GOOD | {"pid": 2**22 + 5, "machine": "another boot 1"}
-    assert health.judge(elsewhere, NOW)[0]
-    assert not health.judge(elsewhere, NOW + 20)[0]
+    assert health.assess(elsewhere, NOW)[0]
+    assert not health.assess(elsewhere, NOW + 20)[0]
 
 
 def test_a_run_directory_is_judged_by_its_summary_else_by_its_heartbeat(tmp_path: Path) -> None:

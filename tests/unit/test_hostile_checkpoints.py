@@ -111,7 +111,7 @@ def looked_at(store: CheckpointStore) -> list[int]:
     assert [each["step"] for each in history.now()["checkpoints"]] == [1]  # type: ignore[attr-defined]
     settings = Settings().replace(run_dir=store.directory.parent)
     assert decide_resume(settings, store).step == 1
-    assert store.set_aside() == ["corrupt-step-000000002-1"]
+    assert store.quarantined() == ["corrupt-step-000000002-1"]
     return passed
 
 
@@ -315,7 +315,7 @@ def test_an_unloadable_checkpoint_is_passed_over_and_left_alone(tmp_path: Path) 
 
     found = look(store)
     assert found is not None and found[0] == found[1]["step"] == 2 and told == [4, 3]
-    assert store.steps() == [4, 3, 2, 1] and store.set_aside() == []
+    assert store.steps() == [4, 3, 2, 1] and store.quarantined() == []
     store.save(5, serialize({"model": {}, "step": 5}), INFO)
     store.save(3, serialize({"model": {}, "step": 3}), INFO)  # trained once more
     assert store.prune(Retention(2)) == [1, 2], "those that cannot be loaded neither count nor go"

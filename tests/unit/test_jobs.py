@@ -15,7 +15,7 @@ from tandem.launch import rendezvous
 from tandem.launch.rendezvous import host_store, join_store
 from tandem.launch.run_dir import adjust_for_job
 from tandem.launch.store_endpoint import StoreEndpoint
-from tandem.platforms.placement import Placement
+from tandem.platforms.detection import Placement
 from tandem.run.directory import RunDir
 
 

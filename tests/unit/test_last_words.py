@@ -16,7 +16,7 @@ from tandem.launch.rendezvous import (
     raise_if_job_ended,
     wait_for_end_of_node_0,
 )
-from tandem.platforms.placement import Placement
+from tandem.platforms.detection import Placement
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tandem.launch.generation_sync import check_all_are_in
 from tandem.launch.membership import LastCall
 from tandem.launch.rendezvous import JobEndedError, StoreLostError
 from tandem.launch.rendezvous_state import WatchfulBackend
-from tandem.platforms.placement import Placement
+from tandem.platforms.detection import Placement
 
 NODES = [engine._NodeDesc(f"node{index}", 1, index) for index in (0, 1)]
 

@@ -20,7 +20,7 @@ from tandem.launch.announce_error import placement_of
 from tandem.launch.rendezvous_state import STATE_KEY, to_text
 from tandem.launch.store_endpoint import StoreEndpoint, _is_missed, announce
 from tandem.log import setup
-from tandem.platforms.placement import Placement
+from tandem.platforms.detection import Placement
 from tandem.signals import StopFlag
 
 AT = "--nodes 2 --node-rank 1 --master 10.0.0.1:29500"

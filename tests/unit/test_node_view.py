@@ -15,7 +15,7 @@ from tandem import layout
 from tandem.config import Settings
 from tandem.config.slices import LaunchConfig
 from tandem.launch import view
-from tandem.platforms.placement import detect
+from tandem.platforms.detection import detect
 from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
 from tandem.telemetry import health, metrics

@@ -17,11 +17,11 @@ import pytest
 from patience import patient
 from program_files import program_text
 from tandem.checkpoint.retention import Retention
-from tandem.checkpoint.storage.notes import FolderNotes, Notes, notes_at
+from tandem.checkpoint.storage.lease_records import FolderLeaseRecords, LeaseRecords, lease_records_at
 from tandem.checkpoint.store import CheckpointStore
 from tandem.checkpoint.writer import CheckpointWriter
 from tandem.errors import CheckpointError, ConfigError, RunTakenError, StoppedError
-from tandem.platforms.placement import Placement
+from tandem.platforms.detection import Placement
 from tandem.run.lease import LeaseRecord, Token, acquire, fence, refuse_if_owned, restarted_as
 
 HOLD = program_text("owner_hold")
@@ -55,14 +55,14 @@ def run(tmp_path: Path) -> Path:
 
 
 def the_note(run: Path) -> LeaseRecord:
-    notes = notes_at(run / "owner")
+    notes = lease_records_at(run / "owner")
     note = LeaseRecord.parse(notes.read(max(notes.numbers())))
     assert note is not None
     return note
 
 
 def change(run: Path, **fields: Any) -> None:
-    notes = notes_at(run / "owner")
+    notes = lease_records_at(run / "owner")
     number = max(notes.numbers())
     notes.rewrite(number, replace(the_note(run), **fields).render())
 
@@ -149,7 +149,7 @@ def test_the_writer_ends_the_run_and_prunes_nothing(run: Path) -> None:
     store = CheckpointStore(run / "checkpoints", fence(run, mine.token))
     for step in range(1, 4):
         store.save(step, b"x", {})
-    notes_at(run / "owner").create(2, replace(the_note(run), word="other").render())
+    lease_records_at(run / "owner").create(2, replace(the_note(run), word="other").render())
     writer = CheckpointWriter(store, Retention(newest=1), failures_allowed=3)
     writer.save(4, {}, {})
     with pytest.raises(RunTakenError):
@@ -164,7 +164,7 @@ def test_the_owner_hears_that_it_was_taken_over(run: Path) -> None:
     mine = acquire(run, renew_seconds=0.02)
     until(lambda: the_note(run).renewals > 2)
     mine.check()
-    notes_at(run / "owner").create(2, replace(the_note(run), word="other", host="far").render())
+    lease_records_at(run / "owner").create(2, replace(the_note(run), word="other", host="far").render())
     until(lambda: bool(mine.lost))
     with pytest.raises(RunTakenError, match="on far"):
         mine.check()
@@ -278,7 +278,7 @@ def test_of_many_at_once_one_gets_it(run: Path) -> None:
 
     def one() -> None:
         together.wait()
-        notes = FolderNotes(run / "owner")
+        notes = FolderLeaseRecords(run / "owner")
         note = LeaseRecord.for_this_process("")
         (got if notes.create(1, note.render()) else refused).append(note.word)
 
@@ -297,7 +297,7 @@ def test_without_hard_links_a_note_is_made_all_the_same(run: Path, monkeypatch: 
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", refuse)
-    notes: Notes = FolderNotes(run / "owner")
+    notes: LeaseRecords = FolderLeaseRecords(run / "owner")
     assert notes.create(1, b"a" * 10) and not notes.create(1, b"b" * 10)
     assert notes.read(1) == b"a" * 10
 
@@ -320,7 +320,7 @@ def test_a_volume_that_fails_for_a_moment_is_a_failed_save(
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patched:
-        patched.setattr(FolderNotes, "read", fail)
+        patched.setattr(FolderLeaseRecords, "read", fail)
         with pytest.raises(CheckpointError, match="Input/output error"):
             store.save(1, b"x", {})
         assert mine.confirm_ownership(), "nobody knows better"

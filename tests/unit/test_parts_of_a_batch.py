@@ -19,7 +19,7 @@ class Exchanges:
     def __init__(self) -> None:
         self.said: list[bool] = []
 
-    def exchange_with_next(self, does: bool) -> None:
+    def set_gradient_sync(self, does: bool) -> None:
         self.said.append(does)
 
 

@@ -20,7 +20,7 @@ from program_files import program_text
 from tandem.config.slices import LaunchConfig
 from tandem.errors import ConfigError
 from tandem.platforms.by_hand import unplaced
-from tandem.platforms.placement import Placement, detect, on_this_host, platforms
+from tandem.platforms.detection import Placement, detect, on_this_host, platforms
 from tandem.platforms.slurm import expand_nodelist, expand_tasks, without_inherited_step
 
 ENVIRONMENTS = Path(__file__).parents[1] / "fixtures" / "environments"

@@ -12,7 +12,7 @@ from tandem.checkpoint.decision import ResumeDecision
 from tandem.distributed.position import Position
 from tandem.distributed.restart_notes import OutOfMemory
 from tandem.launch.recovery import Recovery
-from tandem.platforms.placement import Placement
+from tandem.platforms.detection import Placement
 from tandem.telemetry.messages import RunStarted
 
 TWO = [{0: Position(rank=node, world_size=2, node_rank=node, nodes=2)} for node in range(2)]

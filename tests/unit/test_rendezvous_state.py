@@ -29,7 +29,7 @@ from tandem.launch.rendezvous_state import (
     poll_intervals,
     to_text,
 )
-from tandem.platforms.placement import Placement
+from tandem.platforms.detection import Placement
 
 NODES = [engine._NodeDesc(f"{index:06d}.node{index}", 7 + index, index) for index in range(3)]
 NOW = datetime(2026, 11, 22, 20, 42, 1, 5, UTC)

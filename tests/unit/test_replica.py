@@ -11,7 +11,7 @@ import pytest
 
 from tandem.errors import ConfigError
 from tandem.platforms import replica
-from tandem.platforms.placement import detect
+from tandem.platforms.detection import detect
 
 PROJECT = {"TANDEM_COMPOSE_PROJECT": "demo", "TANDEM_COMPOSE_NODES": "12"}
 

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from tandem.launch.node import with_port
-from tandem.platforms.placement import detect
+from tandem.platforms.detection import detect
 
 IP_LOCAL_PORT_RANGE = 51  # Linux 6.3: which ports a socket may be given
 

@@ -10,7 +10,7 @@ import pytest
 from patience import patient
 from tandem.config import Settings
 from tandem.errors import ConfigError, RunTakenError
-from tandem.platforms.placement import Placement
+from tandem.platforms.detection import Placement
 from tandem.run.directory import RunDir
 from tandem.run.lease import Token, held
 from tandem.script.job import Program

@@ -13,18 +13,18 @@ from tandem.run.lease import Lease
 
 
 def test_folders_that_nothing_has_come_into_go_again(tmp_path: Path) -> None:
-    with RunDir(tmp_path / "runs" / "a").made():
+    with RunDir(tmp_path / "runs" / "a").created():
         assert (tmp_path / "runs" / "a").is_dir()
     assert not (tmp_path / "runs").exists() and tmp_path.exists()
 
 
 def test_those_that_were_there_or_are_filled_stay(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with RunDir(tmp_path / "empty").made():
+    with RunDir(tmp_path / "empty").created():
         pass
-    with RunDir(tmp_path / "runs" / "a").made():
+    with RunDir(tmp_path / "runs" / "a").created():
         (tmp_path / "runs" / "other").touch()
-    with pytest.raises(KeyError), RunDir(tmp_path / "runs" / "b").made():
+    with pytest.raises(KeyError), RunDir(tmp_path / "runs" / "b").created():
         (tmp_path / "runs" / "b" / "log").mkdir()
         raise KeyError
     assert (tmp_path / "empty").is_dir() and not (tmp_path / "runs" / "a").exists()

@@ -197,7 +197,7 @@ def test_a_damaged_rank_file_falls_back_and_is_set_aside(store: CheckpointStore)
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
     found = store.newest(lambda step: read_state(store, step), lambda *_: None)
     assert found is not None and found[0] == 1 and equal(found[1][0], whole_state(1))
-    assert store.set_aside() == ["corrupt-step-000000002-1"]
+    assert store.quarantined() == ["corrupt-step-000000002-1"]
 
 
 def changed(store: CheckpointStore, what: Any) -> CheckpointStore:

@@ -24,7 +24,7 @@ from tandem.data.sampler import GlobalOrder, TrainBatches
 from tandem.data.source import BatchReader
 from tandem.errors import ConfigError
 from tandem.launch.gpus import gpus_of
-from tandem.platforms.placement import Placement
+from tandem.platforms.detection import Placement
 from tandem.run.directory import RunDir
 from tandem.work.task import TaskWorkload
 

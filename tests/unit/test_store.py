@@ -324,7 +324,7 @@ def test_a_handle_that_goes_stale_in_a_read(
         else:
             with pytest.raises(CheckpointError, match="Stale file handle"):
                 read(1)
-    assert store.steps() == [1] and not store.set_aside()
+    assert store.steps() == [1] and not store.quarantined()
 
 
 def test_the_best_survives_a_restart(store: CheckpointStore) -> None:

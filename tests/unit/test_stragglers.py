@@ -12,8 +12,8 @@ from tandem.telemetry.stragglers import (
     MAX_RANK_SERIES,
     ROW_LENGTH,
     StragglerWatch,
+    compare_ranks,
     from_rows,
-    judge,
     row_of,
     rows_for_page,
     samples_of,
@@ -39,38 +39,38 @@ def test_the_wait_is_not_a_ranks_own() -> None:
 
 @pytest.mark.parametrize("slow", range(4))
 def test_the_slow_rank_is_named_with_node_and_phase(slow: int) -> None:
-    verdict = judge(from_rows(rows(*(0.03 if rank == slow else 0.02 for rank in range(4)))))
+    verdict = compare_ranks(from_rows(rows(*(0.03 if rank == slow else 0.02 for rank in range(4)))))
     assert (verdict.rank, verdict.node, verdict.phase, verdict.marked) == (slow, slow // 2, "forward", True)
     assert verdict.excess == pytest.approx(0.01)
     assert f"rank {slow} on node {slow // 2}" in str(verdict) and "forward" in str(verdict)
 
 
 def test_of_two_ranks_the_slower_is_compared_with_the_faster() -> None:
-    verdict = judge(from_rows([row_of(0, steps(0.0)), row_of(1, steps(0.004))]))
+    verdict = compare_ranks(from_rows([row_of(0, steps(0.0)), row_of(1, steps(0.004))]))
     assert verdict.slowest / verdict.median == pytest.approx(16 / 12)
     assert verdict.marked and verdict.rank == 1
 
 
 def test_a_few_slow_steps_and_a_lone_rank_are_no_straggler() -> None:
     disturbed = steps(0.02, 12) + steps(0.2, 8)
-    assert not judge(from_rows([row_of(0, steps(0.02)), row_of(0, disturbed)])).marked
+    assert not compare_ranks(from_rows([row_of(0, steps(0.02)), row_of(0, disturbed)])).marked
     mostly_disturbed = steps(0.02, 8) + steps(0.2, 12)  # slow more often than not, but not in every step
-    assert not judge(from_rows([row_of(0, steps(0.02)), row_of(0, mostly_disturbed)])).marked
-    assert not judge(from_rows(rows(0.02))).marked
+    assert not compare_ranks(from_rows([row_of(0, steps(0.02)), row_of(0, mostly_disturbed)])).marked
+    assert not compare_ranks(from_rows(rows(0.02))).marked
 
 
 def test_noise_names_the_right_one_and_nobody_else() -> None:
     for trial in range(200):
         noisy = [row_of(0, steps(0.02, noise=0.1, seed=4 * trial + rank)) for rank in range(4)]
-        assert not judge(from_rows(noisy)).marked
+        assert not compare_ranks(from_rows(noisy)).marked
         noisy[trial % 4] = row_of(0, steps(0.031, noise=0.1, seed=trial))
-        verdict = judge(from_rows(noisy))
+        verdict = compare_ranks(from_rows(noisy))
         assert verdict.marked and verdict.rank == trial % 4
 
 
 def test_a_rank_without_steps_has_a_row_as_well() -> None:
     assert row_of(3, []) == [3.0] + [0.0] * (ROW_LENGTH - 1)
-    assert not judge(from_rows([row_of(0, []), row_of(1, [])])).marked
+    assert not compare_ranks(from_rows([row_of(0, []), row_of(1, [])])).marked
 
 
 def test_series_follow_the_world_and_end_at_64_ranks() -> None:
@@ -81,11 +81,11 @@ def test_series_follow_the_world_and_end_at_64_ranks() -> None:
 
     for ranks in (4, 2, MAX_RANK_SERIES):
         found = from_rows(rows(*[0.02] * (ranks - 1), 0.04))
-        metrics.apply(samples_of(found, judge(found), named=judge(found)))
+        metrics.apply(samples_of(found, compare_ranks(found), named=compare_ranks(found)))
         assert series("tandem_rank_compute_seconds") == series("tandem_rank_data_seconds") == ranks
         assert series("tandem_straggler_excess_seconds") == 1
     many = from_rows(rows(*[0.02] * 200))
-    metrics.apply(samples_of(many, judge(many), named=None))
+    metrics.apply(samples_of(many, compare_ranks(many), named=None))
     assert series("tandem_straggler_excess_seconds") == 0
     assert metrics.registry.get_sample_value("tandem_rank_compute_seconds_max") == pytest.approx(0.032)
     assert "tandem_collect_errors_total{" not in metrics.page().decode()
@@ -93,7 +93,7 @@ def test_series_follow_the_world_and_end_at_64_ranks() -> None:
 
 def test_the_page_shows_the_slowest_of_many() -> None:
     many = from_rows(rows(*[0.02] * 199, 0.04))
-    message = rows_for_page(many, named=judge(many))
+    message = rows_for_page(many, named=compare_ranks(many))
     assert len(message.rows) == MAX_RANK_SERIES
     assert message.rows[-1]["straggler"] and message.rows[-1]["rank"] == 199
     assert "rank 199" in str(message.says)
@@ -103,8 +103,8 @@ def test_a_small_share_of_the_step_is_no_straggler() -> None:
     def row(own: float, wait: float) -> list[float]:
         return row_of(0, [StepTimes(0.0, 0.0, own, 0.0, 0.0, 0.0, wait)] * 20)
 
-    assert judge(from_rows([row(0.010, 0.09), row(0.016, 0.084)])).marked
-    assert not judge(from_rows([row(0.010, 0.09), row(0.0149, 0.0851)])).marked
+    assert compare_ranks(from_rows([row(0.010, 0.09), row(0.016, 0.084)])).marked
+    assert not compare_ranks(from_rows([row(0.010, 0.09), row(0.0149, 0.0851)])).marked
 
 
 def told(watch: StragglerWatch, marks: list[int | None], seconds: float) -> list[int | None]:
@@ -115,7 +115,7 @@ def told(watch: StragglerWatch, marks: list[int | None], seconds: float) -> list
         slow = [steps(0.08 if rank == mark else 0.05, count) for rank in range(3)]
         for each in (each for rank in slow for each in rank):
             each.wait = 0.1 - each.own  # in synchronous training all steps last equally long
-        watch.update(judge(from_rows([row_of(0, rank) for rank in slow])))
+        watch.update(compare_ranks(from_rows([row_of(0, rank) for rank in slow])))
         names.append(None if watch.named is None else watch.named.rank)
     return names
 
@@ -134,7 +134,7 @@ def test_another_one_in_each_interval_is_nobody() -> None:
 
 def test_news_come_once_for_each_name() -> None:
     watch = StragglerWatch()
-    slow, clean = judge(from_rows(rows(0.02, 0.04))), judge(from_rows(rows(0.02, 0.02)))
+    slow, clean = compare_ranks(from_rows(rows(0.02, 0.04))), compare_ranks(from_rows(rows(0.02, 0.02)))
     heard = [watch.update(verdict) is not None for verdict in [slow] * 30 + [clean] * 30 + [slow] * 30]
     assert sum(heard[:30]) == 1 and sum(heard[30:60]) == 0 and sum(heard[60:]) == 1
     assert watch.named is slow
@@ -167,11 +167,11 @@ def test_of_two_alike_ranks_on_a_busy_host_none_is_named_and_a_slowed_one_is(cou
     for seed in range(4):
         alike, slowed = StragglerWatch(), StragglerWatch()
         for _, found in zip(range(windows), busy_host(1.0, count, seed), strict=False):
-            verdict = judge(from_rows(found))
+            verdict = compare_ranks(from_rows(found))
             alike.update(verdict)
             marks, alarms = marks + verdict.marked, alarms + (alike.named is not None)
         for at, found in zip(range(windows), busy_host(1.33, count, seed), strict=False):
-            slowed.update(judge(from_rows(found)))
+            slowed.update(compare_ranks(from_rows(found)))
             missed += at >= 20 and (slowed.named is None or slowed.named.rank != 1)
     assert marks > 0.1 * 4 * windows  # the noise is as real ranks have it, see NAME_SECONDS
     assert alarms < 0.01 * 4 * windows and missed < 0.05 * 4 * windows

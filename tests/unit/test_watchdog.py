@@ -1,4 +1,4 @@
-"""Who is named: the judge of the watchdog, with beats made by hand; and how nodes come to know it."""
+"""Which rank is named as hung, with beats made by hand; and how nodes come to know it."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from tandem.launch import watchdog
 from tandem.launch.master_connection import MasterProbe
 from tandem.launch.watchdog import Watchdog
 from tandem.telemetry import metrics
-from tandem.telemetry.hangs import NOTHING_BEFORE, Alarm, Beat, judge
+from tandem.telemetry.hangs import NOTHING_BEFORE, Alarm, Beat, find_hung_rank
 from tandem.telemetry.messages import Heartbeat
 from tandem.telemetry.registry import Registry
 
@@ -39,37 +39,38 @@ STUCK = replace(WELL, waiting=True, quiet=11.0, idle=11.0)
 
 
 def test_nobody_is_named_while_somebody_computes_within_its_limit() -> None:
-    assert judge([]) is None
-    assert judge([WELL, replace(STUCK, rank=1)]) is None
+    assert find_hung_rank([]) is None
+    assert find_hung_rank([WELL, replace(STUCK, rank=1)]) is None
     slow_save = replace(WELL, phase="checkpoint", quiet=300.0, limit=1800.0)
-    assert judge([slow_save, replace(STUCK, rank=1)]) is None
-    assert judge([replace(WELL, quiet=9.0, waiting=True), replace(STUCK, rank=1)]) is None
+    assert find_hung_rank([slow_save, replace(STUCK, rank=1)]) is None
+    assert find_hung_rank([replace(WELL, quiet=9.0, waiting=True), replace(STUCK, rank=1)]) is None
 
 
 def test_a_rank_that_cannot_be_heard_comes_first() -> None:
     halted = replace(WELL, rank=2, node=1, silent=10.5, halted=True)
-    alarm = judge([STUCK, replace(STUCK, rank=1, waiting=False), halted])
+    alarm = find_hung_rank([STUCK, replace(STUCK, rank=1, waiting=False), halted])
     assert alarm is not None and (alarm.rank, alarm.node) == (2, 1)
     assert "no heartbeat for 10.5 s" in alarm.text and "step 7" in alarm.text
-    assert judge([WELL, replace(halted, silent=9.0)]) is None
+    assert find_hung_rank([WELL, replace(halted, silent=9.0)]) is None
 
 
 def test_the_one_outside_a_collective_is_named_once_it_is_overdue() -> None:
-    alarm = judge([STUCK, replace(STUCK, rank=1), replace(WELL, rank=2, phase="data", quiet=10.1)])
+    alarm = find_hung_rank([STUCK, replace(STUCK, rank=1), replace(WELL, rank=2, phase="data", quiet=10.1)])
     assert alarm is not None and (alarm.rank, alarm.phase) == (2, "data")
 
 
 def test_of_many_in_collectives_the_one_out_of_line_is_named() -> None:
     ahead, behind = replace(STUCK, rank=2, step=8, phase="forward"), replace(STUCK, rank=1, step=6)
-    assert getattr(judge([STUCK, replace(STUCK, rank=1), ahead]), "rank", None) == 2
-    assert getattr(judge([STUCK, behind, replace(STUCK, rank=2)]), "rank", None) == 1
-    assert getattr(judge([STUCK, replace(ahead, rank=1)]), "rank", None) == 1, "of two, the one ahead"
+    assert getattr(find_hung_rank([STUCK, replace(STUCK, rank=1), ahead]), "rank", None) == 2
+    assert getattr(find_hung_rank([STUCK, behind, replace(STUCK, rank=2)]), "rank", None) == 1
+    found = find_hung_rank([STUCK, replace(ahead, rank=1)])
+    assert getattr(found, "rank", None) == 1, "of two, the one ahead"
 
 
 def test_all_may_wait_as_long_as_a_start_takes() -> None:
     starting = replace(STUCK, phase="rendezvous", quiet=85.0, limit=1800.0, hang=60.0)
-    assert judge([starting]) is None
-    assert judge([starting, replace(starting, rank=1)]) is None
+    assert find_hung_rank([starting]) is None
+    assert find_hung_rank([starting, replace(starting, rank=1)]) is None
 
 
 IDLE = replace(WELL, rank=1, phase="forward", quiet=70.0, idle=60.0, idle_limit=180.0, limit=1800.0)
@@ -77,22 +78,22 @@ IDLE = replace(WELL, rank=1, phase="forward", quiet=70.0, idle=60.0, idle_limit=
 
 def test_long_work_is_told_from_idling_and_the_line_says_what_to_set() -> None:
     waits = replace(STUCK, idle=70.0, idle_limit=180.0, limit=1800.0)
-    assert judge([waits, IDLE]) is None
-    assert judge([waits, replace(IDLE, quiet=900.0, idle=0.2)]) is None, "it computes"
-    alarm = judge([waits, replace(IDLE, quiet=900.0, idle=181.0)])
+    assert find_hung_rank([waits, IDLE]) is None
+    assert find_hung_rank([waits, replace(IDLE, quiet=900.0, idle=0.2)]) is None, "it computes"
+    alarm = find_hung_rank([waits, replace(IDLE, quiet=900.0, idle=181.0)])
     assert alarm is not None and (alarm.rank, alarm.seconds) == (1, 181.0)
     assert "--hang-timeout 370" in alarm.text
-    starting = judge([replace(IDLE, trained=False, quiet=1801.0)])
+    starting = find_hung_rank([replace(IDLE, trained=False, quiet=1801.0)])
     assert starting is not None and "--phase-timeout" in starting.text
 
 
 def test_all_in_one_place_have_minutes_and_in_different_ones_seconds() -> None:
     waits = replace(STUCK, idle=11.0, idle_limit=180.0, limit=1800.0)
-    assert judge([waits, replace(waits, rank=1)]) is None
-    assert judge([replace(waits, idle=181.0), replace(waits, rank=1, idle=181.0)]) is not None
-    assert getattr(judge([waits, replace(waits, rank=1, step=8)]), "rank", None) == 1
+    assert find_hung_rank([waits, replace(waits, rank=1)]) is None
+    assert find_hung_rank([replace(waits, idle=181.0), replace(waits, rank=1, idle=181.0)]) is not None
+    assert getattr(find_hung_rank([waits, replace(waits, rank=1, step=8)]), "rank", None) == 1
     lines = replace(waits, phase="train.py:7"), replace(waits, rank=1, phase="train.py:9")
-    assert judge(lines) is not None, "a script's"
+    assert find_hung_rank(lines) is not None, "a script's"
 
 
 def hung(**fields: object) -> Alarm:
@@ -103,25 +104,26 @@ def test_the_same_hang_is_known_sooner_and_said_to_be_the_same() -> None:
     first_step = replace(IDLE, trained=False, idle=31.0, idle_limit=1800.0, hang=60.0)
     waits = replace(STUCK, trained=False, idle=31.0, idle_limit=1800.0, limit=1800.0, hang=60.0)
     past = NOTHING_BEFORE.after(hung(), [])
-    assert judge([waits, first_step]) is None
-    alarm = judge([waits, first_step], past)
+    assert find_hung_rank([waits, first_step]) is None
+    alarm = find_hung_rank([waits, first_step], past)
     assert alarm is not None and alarm.again and alarm.rank == 1
-    both = judge([waits, replace(waits, rank=1)], NOTHING_BEFORE.after(hung(together=True, step=8), []))
+    together = NOTHING_BEFORE.after(hung(together=True, step=8), [])
+    both = find_hung_rank([waits, replace(waits, rank=1)], together)
     assert both is not None and both.again, "all wait, and another is named"
     for other in (hung(step=6), hung(rank=2), hung(halted=True)):
-        assert judge([waits, first_step], NOTHING_BEFORE.after(other, [])) is None
-    assert judge([waits, replace(first_step, hang=120.0)], past) is None, "--hang-timeout 120"
+        assert find_hung_rank([waits, first_step], NOTHING_BEFORE.after(other, [])) is None
+    assert find_hung_rank([waits, replace(first_step, hang=120.0)], past) is None, "--hang-timeout 120"
     at_line = replace(first_step, phase="train.py:7", step=0, activity="startup")
-    alarm = judge([waits, at_line], NOTHING_BEFORE.after(hung(phase="train.py:7", step=30), []))
+    alarm = find_hung_rank([waits, at_line], NOTHING_BEFORE.after(hung(phase="train.py:7", step=30), []))
     assert alarm is not None and alarm.again, "a script counts from 0 again"
 
 
 def test_limits_that_steps_gave_last_into_the_next_generation() -> None:
     past = NOTHING_BEFORE.after(None, [replace(IDLE, idle_limit=400.0)]).after(hung(halted=True), [])
     late = replace(IDLE, idle=300.0)
-    assert judge([late]) is not None and judge([late], past) is None
+    assert find_hung_rank([late]) is not None and find_hung_rank([late], past) is None
     asked = replace(late, limit=10.0, idle_limit=10.0)
-    assert judge([asked], past) is not None, "--hang-timeout 10"
+    assert find_hung_rank([asked], past) is not None, "--hang-timeout 10"
 
 
 def test_an_agent_that_is_silent_while_ranks_get_on_is_no_hang() -> None:

@@ -10,7 +10,7 @@ from tandem.checkpoint.decision import ResumeDecision
 from tandem.config import Settings
 from tandem.distributed.position import Grant, Position
 from tandem.errors import FAILED, FINISHED, KILLED, PEER_LOST, STOPPED, ConfigError
-from tandem.platforms.placement import Placement
+from tandem.platforms.detection import Placement
 from tandem.run.directory import RunDir
 from tandem.script.job import Program
 from tandem.signals import StopFlag

@@ -110,7 +110,7 @@ def table(rows: list[CheckpointRow], store: CheckpointStore) -> str:
         else [f"no checkpoints in {printable(str(store.directory))}"]
     )
     lines += [printable(f"step {row.step}: {row.problem}", LONGEST_LINE) for row in rows if row.problem]
-    if aside := store.set_aside():
+    if aside := store.quarantined():
         note = f"damaged checkpoints were set aside; inspect or delete them: {', '.join(aside)}"
         lines.append(printable(note, LONGEST_LINE))
     return "\n".join(lines)
@@ -134,7 +134,7 @@ def as_json(rows: list[CheckpointRow], store: CheckpointStore) -> dict[str, obje
     return {
         "directory": str(store.directory),
         "checkpoints": checkpoints,
-        "set_aside": store.set_aside(),
+        "set_aside": store.quarantined(),
     }
 
 

@@ -242,7 +242,7 @@ def unusual(tensor: Tensor) -> str:
     return "a nested tensor" if tensor.is_nested else ""
 
 
-def shown(path: Iterable[Any]) -> str:
+def format_path(path: Iterable[Any]) -> str:
     """Format a path: ["a", 0, "b"] -> "a[0]['b']"."""
     first, *rest = list(path)[:SHOWN]
     return f"{first}{''.join(f'[{key!r}]' for key in rest)}"

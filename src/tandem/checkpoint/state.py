@@ -22,8 +22,8 @@ from tandem.checkpoint.plain import (
     VALID,
     Plain,
     UnsupportedValueError,
+    format_path,
     restored,
-    shown,
     unusual,
 )
 from tandem.checkpoint.store import CheckpointStore, translated
@@ -59,7 +59,7 @@ def flatten(state: Mapping[str, Any]) -> tuple[dict[Any, Any], list[Tensor]]:
             skeleton[name] = plain.of(value)
         except UnsupportedValueError as error:
             path = [name, *error.path]
-            where = shown(path[1:] if name in OF_A_LOOP and len(path) > 1 else path)
+            where = format_path(path[1:] if name in OF_A_LOOP and len(path) > 1 else path)
             # Some descriptions have their own advice, after a semicolon.
             advice = "" if ";" in error.what else f"; {VALID}"
             raise ConfigError(f"cannot save the state: {where} is {error.what}{advice}") from error
@@ -250,7 +250,9 @@ def _check_needs(state: object, size: int) -> None:
 
 
 def _too_much(path: tuple[Any, ...], what: str) -> UnloadableError:
-    return UnloadableError(f"the checkpoint's state cannot be loaded: {shown(path or ('it',))} is {what}")
+    return UnloadableError(
+        f"the checkpoint's state cannot be loaded: {format_path(path or ('it',))} is {what}"
+    )
 
 
 def _check_records(file: IO[bytes], size: int) -> None:

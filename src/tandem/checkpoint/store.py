@@ -92,7 +92,7 @@ class CheckpointStore:
             return []
         return [step for step, files in self._list().items() if MANIFEST not in files]
 
-    def set_aside(self) -> list[str]:
+    def quarantined(self) -> list[str]:
         """Return the names of the quarantined checkpoints."""
         return sorted(name for name in self._entries() if name.startswith("corrupt-"))
 
@@ -234,7 +234,7 @@ class CheckpointStore:
 
     def quarantine(self, step: int) -> PurePath:
         """Rename a damaged checkpoint so that it is not used again; return its new path."""
-        there = self.set_aside()
+        there = self.quarantined()
         number = 1
         # A step can be damaged more than once, and the earlier evidence is kept.
         while (name := f"corrupt-{self.path(step).name}-{number}") in there:
@@ -387,10 +387,10 @@ class CheckpointStore:
                 problem = str(error)
             if step not in self.steps():  # pruned by a writer, which has a newer one: list again
                 return self.newest(read, on_corrupt, quarantine, on_unloadable)
-            on_corrupt(step, problem + (self._set_aside(step) if quarantine else ""))
+            on_corrupt(step, problem + (self._quarantine_and_describe(step) if quarantine else ""))
         return None
 
-    def _set_aside(self, step: int) -> str:
+    def _quarantine_and_describe(self, step: int) -> str:
         """Quarantine a checkpoint and return the result for a log message.
 
         A read-only volume must not prevent the use of the next older checkpoint.

@@ -158,9 +158,9 @@ class CheckpointWriter:
         returns.set()
 
     def _taken_apart(self, state: Mapping[str, Any]) -> tuple[list[Tensor], Rebuild]:
-        """Return the tensors to copy, and the function that makes the state that is written of their copies.
+        """Return the tensors to copy, and a function that rebuilds the state from the copies.
 
-        Training waits for this, but not for that function.
+        Training waits for this call, but not for that function.
         """
         skeleton, tensors = flatten(state)
         return tensors, partial(unflatten, skeleton)

@@ -10,7 +10,7 @@ from tandem.cluster.engine import STOP_SECONDS, Cluster, Node, code_of_removed, 
 from tandem.cluster.network import keep_shape
 from tandem.cluster.volume import read, volume_of
 from tandem.errors import FINISHED, KILLED, job_code
-from tandem.log import counted
+from tandem.log import pluralize
 
 POLL_SECONDS = 0.5
 
@@ -130,7 +130,7 @@ class ClusterJob:
             [f"{name} {value:.4f}" for name, value in scores.items()] if isinstance(scores, dict) else []
         )
         details += [f"{rate:,.0f} samples/s"] if isinstance(rate, float) and rate else []
-        details += [counted(int(str(summary["restarts"])), "restart")] if summary.get("restarts") else []
+        details += [pluralize(int(str(summary["restarts"])), "restart")] if summary.get("restarts") else []
         details += [f"weights {str(digest)[:12]}"] if digest else []
         details += [f"checkpoint of step {saved}"] if saved is not None else []
         details += [str(summary["reason"])] if summary.get("reason") else []

@@ -157,14 +157,14 @@ class Backward:
         self.models.append(model)
         self._plain.watch(model)
 
-    def exchange_with_next(self, is_last: bool) -> None:
+    def set_gradient_sync(self, is_last: bool) -> None:
         """Set whether the next forward and backward pass is the last of its batch.
 
         In the last one, ranks exchange gradients.
         """
         for model in self.models:
             if isinstance(model, Replica):
-                model.exchange_with_next(is_last)
+                model.set_gradient_sync(is_last)
 
     def watch_optimizers(self) -> None:
         """Keep optimizers from using non-finite gradients; the script may still read them."""

@@ -48,7 +48,7 @@ class MicroBatches:
             for number, part in enumerate(parts_of(batch, sizes)):
                 self._part_of_batch = sizes[number] / size
                 self.is_last = number == count - 1
-                self._backward.exchange_with_next(self.is_last)
+                self._backward.set_gradient_sync(self.is_last)
                 seed_micro_step(self._seed, step, number, self._rank)
                 yield part
         finally:
@@ -56,7 +56,7 @@ class MicroBatches:
             # batch.
             self._part_of_batch = 1.0
             self.is_last = True
-            self._backward.exchange_with_next(True)
+            self._backward.set_gradient_sync(True)
 
 
 @dataclass

@@ -25,7 +25,7 @@ from tandem.distributed.devices import cores_of
 from tandem.errors import FINISHED, STOPPED, TandemError
 from tandem.launch.script_process import ScriptRank
 from tandem.rank.session import RankSession
-from tandem.signals import StopFlag, ended_by_stop_signals
+from tandem.signals import StopFlag, default_stop_handlers
 from tandem.telemetry.meter import Costs
 from tandem.training.loop import LoopState
 from tandem.training.nonfinite import Policy
@@ -51,7 +51,7 @@ class Engine:
         if not here.is_launched:
             session.open_log()
         # Nothing can be saved yet, and without an agent no other process could end the wait.
-        with nullcontext() if session.connection.store is not None else ended_by_stop_signals():
+        with nullcontext() if session.connection.store is not None else default_stop_handlers():
             session.join()
         self.world = session.world
         self.clock = session.clock

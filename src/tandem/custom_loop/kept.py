@@ -212,7 +212,7 @@ class KeptState:
         }
 
     @property
-    def differs(self) -> bool:
+    def has_rank_0_tensors(self) -> bool:
         """Whether there may be tensors that `rank_0_indices` names."""
         modules = self.modules.values()
         return bool(

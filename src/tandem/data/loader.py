@@ -271,7 +271,7 @@ def _loaded(
         # Otherwise the loader draws from the global generator.
         generator=torch.Generator().manual_seed(samples.seed),
     )
-    with _hidden_from_forks_collector():
+    with _gc_frozen_for_forks():
         batches = iter(loader)  # starts the workers
     # A failed rank may never finish this generator, so `end_loaders` must find its workers.
     _read.append(batches)
@@ -314,8 +314,8 @@ def _is_of_main_thread() -> bool:
 
 
 @contextmanager
-def _hidden_from_forks_collector() -> Iterator[None]:
-    """Keep the garbage collector of processes forked in this block from existing objects.
+def _gc_frozen_for_forks() -> Iterator[None]:
+    """Freeze existing objects, so that processes forked in this block never collect them as garbage.
 
     A destructor may wait for a thread, and a forked process has none of this process's threads: torch's store
     server crashes a worker that collects it.

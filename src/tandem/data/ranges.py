@@ -43,12 +43,12 @@ def check_address(address: str) -> None:
     parts = urlsplit(address)
     if parts.scheme not in SCHEMES or not parts.hostname:
         valid = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-        raise ConfigError(f"invalid address {shown(address)}; expected a path or one of {valid}")
+        raise ConfigError(f"invalid address {redacted_url(address)}; expected a path or one of {valid}")
     if parts.password is not None:
-        raise ConfigError(f"the address {shown(address)} contains a password; remove it")
+        raise ConfigError(f"the address {redacted_url(address)} contains a password; remove it")
 
 
-def shown(address: str) -> str:
+def redacted_url(address: str) -> str:
     """Return an address for messages: without user, password and query, which may contain a signature."""
     if not is_remote(address):
         return address
@@ -112,7 +112,7 @@ class RangeReader:
 
     def _give_up(self, address: str, what: str, error: Exception) -> NoReturn:
         raise DataUnavailableError(
-            f"cannot read {shown(address)}, {what}: no complete answer for {self.deadline:g} s; "
+            f"cannot read {redacted_url(address)}, {what}: no complete answer for {self.deadline:g} s; "
             f"the last problem: {first_line(error)}"
         ) from error
 
@@ -137,7 +137,7 @@ class RangeReader:
                 raise
             target = urljoin(target, location)
             check_address(target)
-        raise ConfigError(f"{shown(address)}: the server redirects more than {MOST_REDIRECTS} times")
+        raise ConfigError(f"{redacted_url(address)}: the server redirects more than {MOST_REDIRECTS} times")
 
     def _connection(self, parts: SplitResult, end: float) -> http.client.HTTPConnection:
         found: dict[tuple[str, str], http.client.HTTPConnection] = self._local.__dict__.setdefault("open", {})
@@ -178,7 +178,7 @@ class RangeReader:
             return call()
         except (FileNotFoundError, PermissionError) as error:
             reason = "there is no such object" if isinstance(error, FileNotFoundError) else first_line(error)
-            raise ConfigError(f"{shown(address)}: {reason}") from error
+            raise ConfigError(f"{redacted_url(address)}: {reason}") from error
         except OSError:
             raise
         except Exception as error:  # botocore and aiohttp have their own classes
@@ -222,13 +222,13 @@ def _checked(response: http.client.HTTPResponse, address: str, offset: int, leng
         raise OSError(f"the server answered {status} {response.reason}")
     if status == 200:
         raise ConfigError(
-            f"{shown(address)}: the server ignores ranges (it answered 200 instead of 206); "
+            f"{redacted_url(address)}: the server ignores ranges (it answered 200 instead of 206); "
             "use a server that supports the header Range"
         )
     if status == 416:
         raise _shorter(address, offset, length, "416 Range Not Satisfiable")
     if status != 206:
-        raise ConfigError(f"{shown(address)}: the server answered {status} {response.reason}")
+        raise ConfigError(f"{redacted_url(address)}: the server answered {status} {response.reason}")
     got = response.getheader("Content-Range", "")
     span, _, size = got.removeprefix("bytes ").partition("/")
     if span != f"{offset}-{offset + length - 1}":
@@ -253,6 +253,6 @@ def _body(response: http.client.HTTPResponse, length: int, end: float) -> bytes:
 
 def _shorter(address: str, offset: int, length: int, got: str) -> ConfigError:
     return ConfigError(
-        f"{shown(address)}: expected bytes {offset} to {offset + length - 1}, got {got}; "
+        f"{redacted_url(address)}: expected bytes {offset} to {offset + length - 1}, got {got}; "
         "if the file has changed, run `tandem index` again"
     )

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from tandem.data.ranges import RangeReader, check_address, is_remote, shown
+from tandem.data.ranges import RangeReader, check_address, is_remote, redacted_url
 from tandem.errors import ConfigError
 
 BLOCK_BYTES = 1_000_000
@@ -43,7 +43,7 @@ class StoredBlock(NamedTuple):
     crc32: int
 
     def __str__(self) -> str:
-        return f"{shown(self.address)}, bytes {self.offset} to {self.offset + self.length - 1}"
+        return f"{redacted_url(self.address)}, bytes {self.offset} to {self.offset + self.length - 1}"
 
 
 class Member(NamedTuple):
@@ -237,13 +237,13 @@ def _blocks_of(path: Path, shard: str, address: str, block_bytes: int) -> list[S
                         raise ValueError("the archive is cut off")
                     blocks.append(StoredBlock(address, start, end - start, count, zlib.crc32(raw)))
     except OSError as error:
-        raise ConfigError(f"cannot read {shown(shard)}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot read {redacted_url(shard)}: {error.strerror or error}") from error
     except ValueError as error:
         raise ConfigError(
-            f"{shown(shard)}: expected an uncompressed tar archive of files KEY.EXTENSION: {error}"
+            f"{redacted_url(shard)}: expected an uncompressed tar archive of files KEY.EXTENSION: {error}"
         ) from error
     if not blocks:
-        raise ConfigError(f"{shown(shard)}: expected a tar archive with samples; it has no files")
+        raise ConfigError(f"{redacted_url(shard)}: expected a tar archive with samples; it has no files")
     return blocks
 
 

@@ -282,8 +282,11 @@ class NeighborCopies:
             OutgoingCopy(head, bytes_of(snapshots.memory, slot, head), lambda: head_of(region, slot) == head)
         )
 
-    def wait(self, snapshots: Snapshots) -> None:
-        """Release the held slot if another rank's copy is far behind this rank's."""
+    def release_if_stuck(self, snapshots: Snapshots) -> None:
+        """Release the held slot once this rank's copy has been complete for COPY_STUCK_SECONDS.
+
+        Another rank is then stuck.
+        """
         if time.monotonic() - self._sender.busy_until > COPY_STUCK_SECONDS:
             self._held = ()
             snapshots.held = self.held

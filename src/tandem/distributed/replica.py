@@ -164,7 +164,7 @@ class Replica(DistributedDataParallel):
         carrier: nn.Parameter = self.module.carrier
         return carrier.grad if self.module.has_taken else None
 
-    def exchange_with_next(self, is_last: bool) -> None:
+    def set_gradient_sync(self, is_last: bool) -> None:
         """Exchange gradients in the next backward pass (`is_last`), or accumulate them on this rank only."""
         self.require_backward_grad_sync = is_last
 

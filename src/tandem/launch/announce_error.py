@@ -17,7 +17,7 @@ from tandem.errors import ConfigError
 from tandem.launch.program_arguments import split
 from tandem.launch.secret import take_key
 from tandem.launch.torchrun_flags import translated
-from tandem.platforms.placement import Placement, detect_here
+from tandem.platforms.detection import Placement, detect_here
 from tandem.signals import StopFlag
 from tandem.timeouts import ANNOUNCE_SECONDS
 

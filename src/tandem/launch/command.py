@@ -23,14 +23,14 @@ from tandem.launch.secret import conceal
 from tandem.launch.simulated import simulate
 from tandem.launch.torch_variables import wait_passively
 from tandem.log import is_quiet, log_if_slow, setup, survive_closed_terminal, writes_to_file
-from tandem.platforms.placement import Placement, detect_here
+from tandem.platforms.detection import Placement, detect_here
 from tandem.platforms.replica import note_code, note_end, note_start, permanent_exit_code
 from tandem.process import without_collection
 from tandem.run.directory import RunDir
 from tandem.run.lease import refuse_if_owned
 from tandem.script.job import Program
 from tandem.signals import StopFlag
-from tandem.text import shown
+from tandem.text import relative_path
 from tandem.work.base import Workload
 
 log = logging.getLogger("tandem.launch")
@@ -184,7 +184,7 @@ def where(run: RunDir, saves: bool) -> str:
 
     `saves` is False for a script, which saves its checkpoints anywhere, so they are not listed.
     """
-    run_dir = shown(run.where)
+    run_dir = relative_path(run.where)
     logs = run_dir if run.is_here else run.folder
     checkpoints = f"checkpoints  {run_dir}/checkpoints\n" if saves else ""
     return f"run          {run_dir}\n{checkpoints}logs         {logs}/log"

@@ -21,7 +21,7 @@ from tandem.errors import PeerLostError
 from tandem.launch.addresses import addresses_of, family_of, is_local
 from tandem.launch.rendezvous_state import STATE_KEY, from_text
 from tandem.launch.tls_proxy import is_proxy
-from tandem.platforms.placement import Placement
+from tandem.platforms.detection import Placement
 from tandem.timeouts import (
     CLOCK_LOOK_SECONDS,
     CLOCK_SKEW_SECONDS,

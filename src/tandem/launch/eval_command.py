@@ -25,7 +25,7 @@ from tandem.launch.simulated import stop_with_parent
 from tandem.launch.standalone_rank import connection_of, position_of
 from tandem.launch.torch_variables import use_loopback
 from tandem.log import printable, setup
-from tandem.platforms.placement import detect
+from tandem.platforms.detection import detect
 from tandem.tasks.traces import short_trace, what_and_where
 from tandem.telemetry.journal import to_json
 from tandem.text import one_line

@@ -25,7 +25,7 @@ from tandem.config.settings import unknown
 from tandem.config.sources import FIELDS
 from tandem.errors import FINISHED, ConfigError
 from tandem.launch.run_dir import scratch
-from tandem.platforms.placement import detect, on_this_host
+from tandem.platforms.detection import detect, on_this_host
 from tandem.process import safe_path
 from tandem.run.directory import RunDir
 from tandem.script.function import RESULT, write

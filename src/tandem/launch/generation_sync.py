@@ -12,7 +12,7 @@ from typing import Any
 
 from tandem import running_clock
 from tandem.launch.rendezvous import StoreLostError
-from tandem.platforms.placement import Placement
+from tandem.platforms.detection import Placement
 from tandem.timeouts import SHORTEST_LOOK_SECONDS, STORE_READ_SECONDS
 from tandem.work.base import PROGRESS
 

@@ -34,8 +34,8 @@ from tandem.launch.rendezvous import LEFT_KEY, StoreLostError, read_all, stay_un
 from tandem.launch.secret import take_key
 from tandem.launch.store_endpoint import StoreEndpoint
 from tandem.log import setup
+from tandem.platforms.detection import Placement, detect_here
 from tandem.platforms.environment import LOOPBACK
-from tandem.platforms.placement import Placement, detect_here
 from tandem.process import boot_id
 from tandem.run.directory import RunDir
 from tandem.signals import StopFlag

@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from tandem import running_clock
-from tandem.platforms.placement import Placement
+from tandem.platforms.detection import Placement
 from tandem.timeouts import FIRST_CALL_SECONDS, LAST_CALL_SECONDS, MEMBERSHIP_SECONDS
 from tandem.torch_private import leave_rendezvous, stop_keep_alive
 

@@ -25,7 +25,7 @@ from tandem.launch.torch_variables import set_for_ranks
 from tandem.launch.tracker import TrackerProcesses, trackers_of
 from tandem.launch.workers import Workers
 from tandem.log import is_quiet, log_if_slow, reporting, setup
-from tandem.platforms.placement import Placement
+from tandem.platforms.detection import Placement
 from tandem.process import name_process, without_collection
 from tandem.report.access import Access, load_access
 from tandem.report.otel_variables import OTEL
@@ -61,7 +61,7 @@ def run_this_node(
     key = take_key(os.environ)  # removes the variable; ranks must not see the secret
     set_for_ranks(placement.is_one_host, work.has_own_store)
     # `scratch` is a temporary directory for sockets.
-    with run.made(not placement.node_rank), scratch() as folder, contextlib.ExitStack() as opened:
+    with run.created(not placement.node_rank), scratch() as folder, contextlib.ExitStack() as opened:
         with _reporting_start(settings, state_dir), log_if_slow("importing torch"), without_collection():
             import torch  # noqa: F401
         start_fork_server(work.preload, folder)  # must happen while this process has one thread
@@ -95,7 +95,9 @@ def _reporting_start(settings: Settings, state_dir: Path | None) -> AbstractCont
     """Keep the health probes informed while this node does something that takes seconds."""
     if state_dir is None:
         return contextlib.nullcontext()
-    return contextlib.closing(Starting(state_dir, HealthLimits.asked(settings.launch, settings.reliability)))
+    return contextlib.closing(
+        Starting(state_dir, HealthLimits.from_settings(settings.launch, settings.reliability))
+    )
 
 
 class _Prepared(NamedTuple):

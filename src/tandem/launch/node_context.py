@@ -10,7 +10,7 @@ from tandem.launch.generation_sync import ranks_store
 from tandem.launch.store_endpoint import StoreEndpoint
 from tandem.launch.view import NodeView
 from tandem.launch.workers import Workers
-from tandem.platforms.placement import Placement
+from tandem.platforms.detection import Placement
 from tandem.run.directory import RunDir
 from tandem.run.lease import Lease
 from tandem.signals import StopFlag

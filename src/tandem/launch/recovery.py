@@ -21,7 +21,7 @@ from tandem.distributed.position import Grant, Position
 from tandem.distributed.restart_notes import WRONG_NODE, WrongNode, newest_in, read
 from tandem.errors import FINISHED, GPU_FAILED, PEER_LOST, STOPPED, is_own, shell_code, was_killed
 from tandem.launch.node_context import NodeContext
-from tandem.log import counted
+from tandem.log import pluralize
 from tandem.script.job import error_file
 from tandem.text import format_duration
 from tandem.timeouts import BLAME_SECONDS, MONITOR_SECONDS, OTHERS_SECONDS
@@ -116,7 +116,7 @@ class Recovery:
         return False
 
     def await_blame(self, prefix: str) -> dict[int, int]:
-        """Return the failures on this node once one of them is more than a lost peer, or after BLAME_SECONDS.
+        """Wait, at most BLAME_SECONDS, for a failure other than a lost peer; return this node's failures.
 
         The kernel closes a rank's connections before its process ends, so its peers may end first.
         """
@@ -163,7 +163,7 @@ class Recovery:
         seconds = time.monotonic() - since
         plan = self._node.view.plan
         lost = max(0, self._step - plan.step) if plan is not None else None
-        cost = "" if lost is None else f", {counted(lost, 'step')} lost"
+        cost = "" if lost is None else f", {pluralize(lost, 'step')} lost"
         again = f"training again after {format_duration(seconds)}{cost}"
         fields = {"seconds": round(seconds, 1), **({} if lost is None else {"steps_lost": lost})}
         killed = self._killed()

@@ -16,8 +16,8 @@ from tandem import __version__, running_clock
 from tandem.distributed.group_store import connect_store, listen
 from tandem.errors import FAILED, FINISHED, MISCONFIGURED, ConfigError, PeerLostError
 from tandem.log import printable
+from tandem.platforms.detection import Placement
 from tandem.platforms.environment import LOOPBACK
-from tandem.platforms.placement import Placement
 from tandem.signals import StopFlag
 from tandem.text import first_line
 from tandem.timeouts import (

@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from tandem.config.slices import LaunchConfig
 from tandem.launch.membership import ClockTranslator, LastCall
 from tandem.launch.rendezvous import RUN_ID, StoreLostError, printable_line
-from tandem.platforms.placement import Placement
+from tandem.platforms.detection import Placement
 from tandem.timeouts import (
     BACKOFF_SECONDS_A_NODE,
     KEEP_ALIVE_ATTEMPTS,
@@ -76,7 +76,10 @@ class WatchfulBackend(RendezvousBackend):
         return self._received(self._replace(b"", self._last))
 
     def set_state(self, state: bytes, token: Any = None) -> Any:
-        """Return (state, token, whether it is this one), or None."""
+        """Compare and set the state; return (stored state, token, whether ours was stored).
+
+        Returns None if there is no state.
+        """
         # Pickled by torch's engine in this process, so it is trusted.
         text = to_text(self._clock.sent(pickle.loads(state)))
         expected = token or NO_STATE

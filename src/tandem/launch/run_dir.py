@@ -14,7 +14,7 @@ from tandem.checkpoint.decision import ResumeDecision
 from tandem.checkpoint.listing import is_finished
 from tandem.config import Settings
 from tandem.errors import ConfigError
-from tandem.platforms.placement import Placement
+from tandem.platforms.detection import Placement
 from tandem.report.tracking import check_tracker
 from tandem.run.directory import RunDir, unwritable
 from tandem.run.lease import Lease
@@ -92,7 +92,7 @@ def prepare_run_dir(run: RunDir, settings: Settings, lease: Lease, decision: Res
         run.mirror.begin((run.folder / layout.CONFIG).read_bytes(), keeps_summary=over)
         if not over:
             run.forget_summary()
-            limit = HealthLimits.asked(settings.launch, settings.reliability).of("starting")
+            limit = HealthLimits.from_settings(settings.launch, settings.reliability).of("starting")
             write_run_health(run.folder, record("starting", 0, time.time(), limit))
         if is_new:
             (run.folder / layout.TRACKER).unlink(missing_ok=True)

@@ -29,7 +29,7 @@ from tandem.json_output import drain, wrap_stderr
 from tandem.launch.run_dir import adjust_for_job
 from tandem.launch.standalone_rank import StandaloneRank
 from tandem.log import setup
-from tandem.platforms.placement import Placement, detect_here
+from tandem.platforms.detection import Placement, detect_here
 from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
 from tandem.tasks.traces import full_trace, script_trace

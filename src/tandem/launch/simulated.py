@@ -42,7 +42,7 @@ from tandem.launch.run_dir import scratch
 from tandem.launch.torch_variables import set_for_ranks
 from tandem.log import log_if_slow, redirect_output
 from tandem.platforms.by_hand import unplaced
-from tandem.platforms.placement import Placement
+from tandem.platforms.detection import Placement
 from tandem.process import Process, below, end_with_parent, stat_of
 from tandem.run.directory import RunDir
 from tandem.signals import StopFlag, default_handlers, forwarded_as
@@ -83,7 +83,7 @@ def simulate(
         )
         for index in range(count)
     ]
-    with run.made(), scratch() as folder:
+    with run.created(), scratch() as folder:
         has_new_logs = run.make_logs()
         set_for_ranks(placement.is_one_host, work.has_own_store)
         try:
@@ -101,7 +101,7 @@ def simulate(
         if was_killed(code) and nodes[0].code() == PEER_LOST:
             code = PEER_LOST  # a node was lost for good, as node 0's summary shows
         if code == MISCONFIGURED and has_new_logs:
-            run.forget_mistake()
+            run.discard_logs_of_refused_launch()
         return code if stop.interrupts < 2 else INTERRUPTED_TWICE
 
 

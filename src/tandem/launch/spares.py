@@ -45,7 +45,7 @@ from tandem.launch.rendezvous import (
 )
 from tandem.launch.rendezvous_state import poll_intervals
 from tandem.launch.watchdog import Watchdog
-from tandem.platforms.placement import Placement
+from tandem.platforms.detection import Placement
 from tandem.process import boot_id
 from tandem.timeouts import (
     FIRST_CALL_SECONDS,
@@ -85,7 +85,7 @@ class Places:
         self.is_joining = False
 
     def take(self, node: NodeContext, store: TCPStore, watchdog: Watchdog) -> NodeContext:
-        """Return the node with its place in the world, once it has one."""
+        """Wait until this node has a place; return its context with that node rank."""
         return node
 
     def check(self, store: TCPStore) -> None:

@@ -20,13 +20,13 @@ from tandem.launch.torch_variables import use_loopback
 from tandem.launch.tracker import TrackerProcesses, trackers_of
 from tandem.launch.view import NodeView
 from tandem.log import reporting
-from tandem.platforms.placement import Placement
+from tandem.platforms.detection import Placement
 from tandem.report.access import load_access
 from tandem.report.otel_variables import OTEL
 from tandem.run.directory import RunDir
 from tandem.run.lease import held
 from tandem.signals import StopFlag
-from tandem.text import format_duration, shown
+from tandem.text import format_duration, relative_path
 from tandem.timeouts import AT_ONCE_SECONDS, MONITOR_SECONDS, START_STOP_SECONDS
 
 # Handle a stop of a rank without an agent: report it, and end a blocked process.
@@ -75,7 +75,7 @@ class StandaloneStop:
         if self._position.rank == 0:
             text = "%s: finishing the current step, then saving to %s/checkpoints (%s); %s"
             again = "press Ctrl-C again to exit now"
-            log.info(text, self._stop.name, shown(self._run.where), self._expected_duration(), again)
+            log.info(text, self._stop.name, relative_path(self._run.where), self._expected_duration(), again)
 
     def _expected_duration(self) -> str:
         """Return how long the save may take, as far as that is known in advance."""

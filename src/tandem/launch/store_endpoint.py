@@ -30,8 +30,8 @@ from tandem.launch.rendezvous_state import STATE_KEY, is_complete
 from tandem.launch.secret import SECRET
 from tandem.launch.tls_proxy import ProxyClient, ProxyRefusedError, ProxyServer, is_proxy
 from tandem.log import log_if_slow
+from tandem.platforms.detection import Placement
 from tandem.platforms.environment import LOOPBACK
-from tandem.platforms.placement import Placement
 from tandem.signals import StopFlag
 from tandem.timeouts import (
     ANNOUNCE_SECONDS,

@@ -122,7 +122,7 @@ def _ranks(theirs: Mapping[str, str]) -> list[str]:
 def _is_placed(environ: Mapping[str, str]) -> bool:
     """Return whether the environment contains this node's rank."""
     from tandem.platforms import by_hand, laptop
-    from tandem.platforms.placement import of_this_process, platforms
+    from tandem.platforms.detection import of_this_process, platforms
 
     environ = of_this_process(environ)
     platform = next(each for each in platforms() if each.detect(environ))

@@ -17,7 +17,7 @@ from tandem.errors import FINISHED, INTERRUPTED_TWICE, KILLED, MISCONFIGURED, ST
 from tandem.launch.gpus import chosen_gpus
 from tandem.launch.outgoing import Outgoing
 from tandem.log import log_if_slow, renew_outputs, reporting
-from tandem.platforms.placement import Placement
+from tandem.platforms.detection import Placement
 from tandem.report.about import About
 from tandem.report.access import Access
 from tandem.report.block_reads import block_reads
@@ -71,7 +71,7 @@ class NodeView:
         """The step of the newest state in this node's memory, if any."""
         self.newest_copy: Callable[[], int | None] = lambda: None
         """The step of the newest copy of another node's shards there, if any."""
-        self._limits = health.HealthLimits.asked(settings.launch, settings.reliability)
+        self._limits = health.HealthLimits.from_settings(settings.launch, settings.reliability)
         self.last_words = ""  # the reason given by the first rank that failed
         self._state = "starting"
         self.last_progress = time.time()
@@ -314,7 +314,7 @@ class NodeView:
 
         Times are Unix seconds, durations are seconds.
         """
-        healthy, says = health.judge(self._health(), time.time())
+        healthy, says = health.assess(self._health(), time.time())
         step = self.rank_0_step()
         rate = self._done.samples_per_second
         planned = self.plan.steps_planned if self.plan is not None else None
@@ -446,7 +446,7 @@ class NodeView:
                 return
 
     def _health(self) -> dict[str, object]:
-        """Return this node's state as `health.judge` reads it."""
+        """Return this node's state as `health.assess` reads it."""
         step = max((beat.step for beat in self._beats.values()), default=0)
         return health.record(self._state, step, self.last_progress, self._limits.of(self._state))
 

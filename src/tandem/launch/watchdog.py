@@ -31,7 +31,7 @@ from tandem.launch.rendezvous import read_all
 from tandem.launch.workers import Workers, has_handler
 from tandem.process import send, stat_of
 from tandem.telemetry import metrics
-from tandem.telemetry.hangs import NOTHING_BEFORE, Alarm, Beat, judge
+from tandem.telemetry.hangs import NOTHING_BEFORE, Alarm, Beat, find_hung_rank
 from tandem.telemetry.messages import (
     Heartbeat,
     Message,
@@ -347,7 +347,7 @@ class Watchdog:
         with self._lock:
             beats = self._local_beats(now) + self._remote_beats(now)
             if self._node == 0 and self._generation and self._alarm is None:
-                self._alarm = judge(beats, self._past)
+                self._alarm = find_hung_rank(beats, self._past)
             limit = max((beat.hang for beat in beats), default=SHORTEST_HANG_SECONDS)
             since = self._last_exchange
             # Silence does not count while ranks here finish steps, which also need the ranks of node 0.

@@ -29,43 +29,43 @@ def detect(environ: Mapping[str, str]) -> bool:
     return any_set(environ, MARKS)
 
 
-def read(facts: PlatformEnv) -> Placement:
-    facts = facts.for_platform("azureml", MARKS, VARIABLE_NAMES)
-    is_placed = any_set(facts.environ, ("NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR"))
+def read(env: PlatformEnv) -> Placement:
+    env = env.for_platform("azureml", MARKS, VARIABLE_NAMES)
+    is_placed = any_set(env.environ, ("NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR"))
     # A job without a distribution has one instance, and none of these variables.
-    nodes = facts.number("nodes", None if is_placed else 1)
-    if nodes > 1 and not is_placed and not facts.flags.keys() >= {"node_rank", "host"}:
+    nodes = env.number("nodes", None if is_placed else 1)
+    if nodes > 1 and not is_placed and not env.flags.keys() >= {"node_rank", "host"}:
         raise ConfigError(
-            f"{facts.seen()} but NODE_RANK and MASTER_ADDR are not; give the job a distribution: "
+            f"{env.seen()} but NODE_RANK and MASTER_ADDR are not; give the job a distribution: "
             "type pytorch, process_count_per_instance 1"
         )
-    host = facts.text("host") or (LOOPBACK if nodes == 1 else facts.host())
-    node_rank = facts.number("node_rank", 0 if nodes == 1 else None)
+    host = env.text("host") or (LOOPBACK if nodes == 1 else env.host())
+    node_rank = env.number("node_rank", 0 if nodes == 1 else None)
     placement = Placement(
         "azureml",
         nodes,
         node_rank,
-        facts.nproc(),
+        env.nproc(),
         host,
-        facts.number("port", DEFAULT_PORT),
-        local_name=host if node_rank == 0 else facts.hostname,
+        env.number("port", DEFAULT_PORT),
+        local_name=host if node_rank == 0 else env.hostname,
     )
     # WORLD_SIZE counts processes. If it equals the number of instances, each has one process, the node's
     # agent.
-    world = facts.variable("WORLD_SIZE") if facts.environ.get("WORLD_SIZE") else nodes
-    return placement if world == nodes else _rank(facts, placement, world)
+    world = env.variable("WORLD_SIZE") if env.environ.get("WORLD_SIZE") else nodes
+    return placement if world == nodes else _rank(env, placement, world)
 
 
-def _rank(facts: PlatformEnv, placement: Placement, world: int) -> Placement:
+def _rank(env: PlatformEnv, placement: Placement, world: int) -> Placement:
     """Return the placement of one of several processes per instance."""
-    rank = facts.variable("RANK")
-    local_rank = facts.variable("LOCAL_RANK")
+    rank = env.variable("RANK")
+    local_rank = env.variable("LOCAL_RANK")
     here = world // max(1, placement.nodes)
     is_even = here * placement.nodes == world and rank == placement.node_rank * here + local_rank
     if not is_even or local_rank >= here or placement.nproc not in (None, here):
         names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "AZUREML_NODE_COUNT")
         raise ConfigError(
-            f"{assignments({name: facts.environ.get(name, '') for name in names})} contradict each other; "
+            f"{assignments({name: env.environ.get(name, '') for name in names})} contradict each other; "
             "give the job one process per instance (process_count_per_instance 1); do not set these by hand"
         )
     return replace(placement, nproc=here, rank=rank, local_rank=local_rank, world_size=world)

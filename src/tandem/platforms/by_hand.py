@@ -35,73 +35,73 @@ def unplaced(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in (*MARKS, *RANK_MARKS)}
 
 
-def read(facts: PlatformEnv) -> Placement:
-    if any_set(facts.environ, RANK_MARKS):
-        return _rank(facts.for_platform("by-hand", RANK_MARKS, RANK_VARIABLE_NAMES))
-    return _node(facts.for_platform("by-hand", MARKS, VARIABLE_NAMES))
+def read(env: PlatformEnv) -> Placement:
+    if any_set(env.environ, RANK_MARKS):
+        return _rank(env.for_platform("by-hand", RANK_MARKS, RANK_VARIABLE_NAMES))
+    return _node(env.for_platform("by-hand", MARKS, VARIABLE_NAMES))
 
 
-def _node(facts: PlatformEnv) -> Placement:
+def _node(env: PlatformEnv) -> Placement:
     """Read a node's position from the flags, or NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT.
 
     A single node needs fewer of them.
     """
-    nodes = facts.number("nodes")
+    nodes = env.number("nodes")
     alone = nodes == 1
-    host = facts.text("host") or (LOOPBACK if alone else None)
+    host = env.text("host") or (LOOPBACK if alone else None)
     if host is None:
-        raise facts.missing("host")
-    node_rank = facts.number("node_rank", 0 if alone else None)
+        raise env.missing("host")
+    node_rank = env.number("node_rank", 0 if alone else None)
     # With a loopback master, all nodes are on this host, so each needs its own address.
     shared = host.startswith("127.") and not alone
-    name = loopback_name(node_rank) if shared else host if node_rank == 0 else facts.hostname
+    name = loopback_name(node_rank) if shared else host if node_rank == 0 else env.hostname
     return Placement(
         "by-hand",
         nodes,
         node_rank,
-        facts.nproc(),
+        env.nproc(),
         host,
-        facts.number("port", DEFAULT_PORT),
+        env.number("port", DEFAULT_PORT),
         local_name=name,
         nodes_share_host=shared,
     )
 
 
-def _rank(facts: PlatformEnv) -> Placement:
-    rank = facts.variable("RANK")
-    world = facts.variable("WORLD_SIZE")
-    port = facts.number("port")
-    host = facts.host()
-    nproc = _ranks_here(facts, world, host)
+def _rank(env: PlatformEnv) -> Placement:
+    rank = env.variable("RANK")
+    world = env.variable("WORLD_SIZE")
+    port = env.number("port")
+    host = env.host()
+    nproc = _ranks_here(env, world, host)
     # `_ranks_here` accepts a missing LOCAL_RANK only if all ranks are on this host.
-    local_rank = facts.variable("LOCAL_RANK") if facts.environ.get("LOCAL_RANK") else rank
-    nodes = facts.number("nodes", world // nproc)
-    node_rank = facts.number("node_rank", rank // nproc)
+    local_rank = env.variable("LOCAL_RANK") if env.environ.get("LOCAL_RANK") else rank
+    nodes = env.number("nodes", world // nproc)
+    node_rank = env.number("node_rank", rank // nproc)
     is_even = nodes * nproc == world and rank == node_rank * nproc + local_rank
     if not is_even or rank >= world or local_rank >= nproc:
         raise ConfigError(
-            f"{facts.seen()}, which contradicts {nproc} ranks on each of {nodes} nodes; "
+            f"{env.seen()}, which contradicts {nproc} ranks on each of {nodes} nodes; "
             "number ranks from 0, node by node, with the same number of ranks on each"
         )
-    name = host if node_rank == 0 else facts.hostname
+    name = host if node_rank == 0 else env.hostname
     return Placement("by-hand", nodes, node_rank, nproc, host, port, None, name, rank, local_rank, world)
 
 
-def _ranks_here(facts: PlatformEnv, world: int, host: str) -> int:
+def _ranks_here(env: PlatformEnv, world: int, host: str) -> int:
     """Return the number of ranks per node, without guessing. Raises ConfigError if it is unknown."""
     is_one_host = world == 1 or host == "localhost" or host.startswith("127.")
-    stated = facts.nproc()
-    if not facts.environ.get("LOCAL_RANK") and (stated is not None or not is_one_host):
+    stated = env.nproc()
+    if not env.environ.get("LOCAL_RANK") and (stated is not None or not is_one_host):
         raise ConfigError(
-            f"{facts.seen()} but neither LOCAL_RANK (torchrun sets it) nor PET_NNODES (a PyTorchJob); "
+            f"{env.seen()} but neither LOCAL_RANK (torchrun sets it) nor PET_NNODES (a PyTorchJob); "
             "start with torchrun, set LOCAL_RANK, or unset RANK and WORLD_SIZE"
         )
     if stated is not None:
         return max(1, stated)
-    if facts.sources("nodes"):
-        return max(1, world // max(1, facts.number("nodes")))
+    if env.sources("nodes"):
+        return max(1, world // max(1, env.number("nodes")))
     if is_one_host:
         return max(1, world)
     raise ConfigError(
-        f"{facts.seen()} but the number of ranks on this host is unknown; set LOCAL_WORLD_SIZE or NNODES"
+        f"{env.seen()} but the number of ranks on this host is unknown; set LOCAL_WORLD_SIZE or NNODES"
     )

@@ -14,16 +14,16 @@ def detect(environ: Mapping[str, str]) -> bool:
     return any_set(environ, MARKS)
 
 
-def read(facts: PlatformEnv) -> Placement:
+def read(env: PlatformEnv) -> Placement:
     """Read the position; replicas are named <project>-node-<index>, counted from 1."""
-    facts = facts.for_platform("compose", MARKS, VARIABLE_NAMES)
-    project = facts.environ.get("TANDEM_COMPOSE_PROJECT")
-    index = facts.variable("TANDEM_COMPOSE_INDEX")
+    env = env.for_platform("compose", MARKS, VARIABLE_NAMES)
+    project = env.environ.get("TANDEM_COMPOSE_PROJECT")
+    index = env.variable("TANDEM_COMPOSE_INDEX")
     if not project:
         raise ConfigError(
             "TANDEM_COMPOSE_INDEX is set but TANDEM_COMPOSE_PROJECT is not; start with docker compose up"
         )
-    nodes = facts.number("nodes")
+    nodes = env.number("nodes")
     if not 1 <= index <= nodes:
         raise ConfigError(
             f"TANDEM_COMPOSE_INDEX={index} is not 1 to TANDEM_COMPOSE_NODES={nodes}; "
@@ -32,9 +32,9 @@ def read(facts: PlatformEnv) -> Placement:
     return Placement(
         "compose",
         nodes,
-        facts.number("node_rank", index - 1),
-        facts.nproc(),
-        facts.text("host") or f"{project}-node-1",
-        facts.number("port", DEFAULT_PORT),
+        env.number("node_rank", index - 1),
+        env.nproc(),
+        env.text("host") or f"{project}-node-1",
+        env.number("port", DEFAULT_PORT),
         local_name=f"{project}-node-{index}",
     )

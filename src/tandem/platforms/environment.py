@@ -126,7 +126,7 @@ class PlatformEnv:
     def for_platform(
         self, platform: str, marks: tuple[str, ...], variable_names: VariableNames
     ) -> "PlatformEnv":
-        """Return the same facts with this platform's names."""
+        """Return the same env with this platform's names."""
         return replace(self, platform=platform, marks=marks, variable_names=variable_names)
 
     @property

@@ -24,20 +24,20 @@ def detect(environ: Mapping[str, str]) -> bool:
     return any_set(environ, MARKS)
 
 
-def read(facts: PlatformEnv) -> Placement:
-    facts = facts.for_platform("indexed-job", MARKS, VARIABLE_NAMES)
-    host = facts.text("host")
-    nodes = facts.number("nodes")
+def read(env: PlatformEnv) -> Placement:
+    env = env.for_platform("indexed-job", MARKS, VARIABLE_NAMES)
+    host = env.text("host")
+    nodes = env.number("nodes")
     # Kubernetes does not give a pod any other pod's address, so any default would be wrong.
     if host is None and nodes > 1:
-        raise facts.missing("host")
+        raise env.missing("host")
     host = host or LOOPBACK
     return Placement(
         "indexed-job",
         nodes,
-        facts.number("node_rank"),
-        facts.nproc(),
+        env.number("node_rank"),
+        env.nproc(),
         host,
-        facts.number("port", DEFAULT_PORT),
-        local_name=pod_name(facts.hostname, host),
+        env.number("port", DEFAULT_PORT),
+        local_name=pod_name(env.hostname, host),
     )

@@ -24,10 +24,10 @@ def detect(environ: Mapping[str, str]) -> bool:
     return any_set(environ, MARKS)
 
 
-def read(facts: PlatformEnv) -> Placement:
-    facts = facts.for_platform("jobset", MARKS, VARIABLE_NAMES)
-    names = [facts.environ.get(name) for name in ("JOBSET_NAME", "REPLICATED_JOB_NAME")]
-    host = facts.text("host")
+def read(env: PlatformEnv) -> Placement:
+    env = env.for_platform("jobset", MARKS, VARIABLE_NAMES)
+    names = [env.environ.get(name) for name in ("JOBSET_NAME", "REPLICATED_JOB_NAME")]
+    host = env.text("host")
     if host is None and not all(names):
         raise ConfigError(
             "JOBSET_NAME is set but neither REPLICATED_JOB_NAME nor MASTER_ADDR is; "
@@ -37,10 +37,10 @@ def read(facts: PlatformEnv) -> Placement:
     host = host or f"{names[0]}-{names[1]}-0-0.{names[0]}"
     return Placement(
         "jobset",
-        facts.number("nodes"),
-        facts.number("node_rank"),
-        facts.nproc(),
+        env.number("nodes"),
+        env.number("node_rank"),
+        env.nproc(),
         host,
-        facts.number("port", DEFAULT_PORT),
-        local_name=pod_name(facts.hostname, host),
+        env.number("port", DEFAULT_PORT),
+        local_name=pod_name(env.hostname, host),
     )

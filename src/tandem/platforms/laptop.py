@@ -18,15 +18,15 @@ def detect(environ: Mapping[str, str]) -> bool:
     return True
 
 
-def read(facts: PlatformEnv) -> Placement:
-    if "node_rank" in facts.flags or "host" in facts.flags:
-        return by_hand.read(facts)
-    return alone(facts.for_platform("none", (), VARIABLE_NAMES))
+def read(env: PlatformEnv) -> Placement:
+    if "node_rank" in env.flags or "host" in env.flags:
+        return by_hand.read(env)
+    return alone(env.for_platform("none", (), VARIABLE_NAMES))
 
 
-def alone(facts: PlatformEnv) -> Placement:
+def alone(env: PlatformEnv) -> Placement:
     """Place all nodes on this host; each simulated node gets its own loopback address."""
-    nodes = int(facts.flags.get("nodes", facts.elastic[1] if facts.elastic else 1))
+    nodes = int(env.flags.get("nodes", env.elastic[1] if env.elastic else 1))
     if nodes > SIMULATED_NODES_LIMIT:
         raise ConfigError(
             f"--nodes: {nodes} is too many for one host; expected 1 to {SIMULATED_NODES_LIMIT}, "
@@ -35,10 +35,10 @@ def alone(facts: PlatformEnv) -> Placement:
     shared = nodes > 1
     name = loopback_name(0) if shared else LOOPBACK
     return Placement(
-        facts.platform,
+        env.platform,
         nodes,
         0,
-        facts.nproc(),
+        env.nproc(),
         name,
         0,
         local_name=name,

@@ -21,29 +21,29 @@ def detect(environ: Mapping[str, str]) -> bool:
     return any_set(environ, MARKS)
 
 
-def read(facts: PlatformEnv) -> Placement:
+def read(env: PlatformEnv) -> Placement:
     """Read the position.
 
     `mpirun` sets no address and no node rank, so ranks must be laid out node by node, evenly.
     """
-    facts = facts.for_platform("openmpi", MARKS, VARIABLE_NAMES)
+    env = env.for_platform("openmpi", MARKS, VARIABLE_NAMES)
     prefix = "OMPI_COMM_WORLD_"
     rank, world, local_rank, nproc = (
-        facts.variable(prefix + name) for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        env.variable(prefix + name) for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     )
     # Read this only to reject a --nproc that contradicts OMPI_COMM_WORLD_LOCAL_SIZE.
-    facts.nproc()
+    env.nproc()
     if nproc < 1 or rank >= world or world % nproc or rank % nproc != local_rank:
         raise ConfigError(
             f"OMPI_COMM_WORLD_RANK={rank} of SIZE={world} with LOCAL_RANK={local_rank} of LOCAL_SIZE={nproc} "
             "is not an even layout; start with mpirun --map-by slot and the same number on each node"
         )
-    nodes = facts.number("nodes", world // nproc)
+    nodes = env.number("nodes", world // nproc)
     if nodes != world // nproc:
         raise ConfigError(
             f"--nodes={nodes} contradicts OMPI_COMM_WORLD_SIZE={world} / LOCAL_SIZE={nproc}; omit --nodes"
         )
-    host = facts.text("host") or (LOOPBACK if nodes == 1 else None)
+    host = env.text("host") or (LOOPBACK if nodes == 1 else None)
     if host is None:
         raise ConfigError(
             f"OMPI_COMM_WORLD_SIZE={world} is set but MASTER_ADDR is not; start with "
@@ -52,11 +52,11 @@ def read(facts: PlatformEnv) -> Placement:
     return Placement(
         "openmpi",
         nodes,
-        facts.number("node_rank", rank // nproc),
+        env.number("node_rank", rank // nproc),
         nproc,
         host,
-        facts.number("port", DEFAULT_PORT),
-        local_name=facts.hostname,
+        env.number("port", DEFAULT_PORT),
+        local_name=env.hostname,
         rank=rank,
         local_rank=local_rank,
         world_size=world,

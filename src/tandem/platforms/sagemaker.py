@@ -35,47 +35,47 @@ def detect(environ: Mapping[str, str]) -> bool:
     return any_set(environ, MARKS)
 
 
-def read(facts: PlatformEnv) -> Placement:
+def read(env: PlatformEnv) -> Placement:
     """Read the position; the host whose name sorts first is node 0."""
     # Without the toolkit, the container only shows that this is SageMaker; the flags provide the rest.
-    if facts.flags.keys() >= {"node_rank", "host"} and not any_set(facts.environ, MARKS[:3]):
-        return by_hand.read(facts)
-    facts = facts.for_platform("sagemaker", MARKS, VARIABLE_NAMES)
-    hosts, here = _hosts(facts)
-    host = facts.text("host") or hosts[0]
-    nodes = facts.number("nodes", len(hosts))
-    node_rank = facts.number("node_rank", hosts.index(here))
+    if env.flags.keys() >= {"node_rank", "host"} and not any_set(env.environ, MARKS[:3]):
+        return by_hand.read(env)
+    env = env.for_platform("sagemaker", MARKS, VARIABLE_NAMES)
+    hosts, here = _hosts(env)
+    host = env.text("host") or hosts[0]
+    nodes = env.number("nodes", len(hosts))
+    node_rank = env.number("node_rank", hosts.index(here))
     if (nodes, node_rank, host.split(".")[0]) != (len(hosts), hosts.index(here), hosts[0]):
-        given = {**facts.sources("nodes"), **facts.sources("node_rank"), **facts.sources("host")}
+        given = {**env.sources("nodes"), **env.sources("node_rank"), **env.sources("host")}
         raise ConfigError(
             f"{assignments(given)} contradicts SM_HOSTS={','.join(hosts)} with SM_CURRENT_HOST={here}; "
             "omit it"
         )
-    gpus = parse_integer("SM_NUM_GPUS", facts.environ.get("SM_NUM_GPUS") or "0")
+    gpus = parse_integer("SM_NUM_GPUS", env.environ.get("SM_NUM_GPUS") or "0")
     return Placement(
         "sagemaker",
         nodes,
         node_rank,
         # SM_NUM_GPUS is 0 on CPU instances, where the number of ranks is auto.
-        facts.nproc() or gpus or None,
+        env.nproc() or gpus or None,
         host,
-        facts.number("port", DEFAULT_PORT),
+        env.number("port", DEFAULT_PORT),
         local_name=here,
     )
 
 
-def _hosts(facts: PlatformEnv) -> tuple[list[str], str]:
+def _hosts(env: PlatformEnv) -> tuple[list[str], str]:
     """Return (all hosts sorted by name, this host), from SM_HOSTS or else SM_RESOURCE_CONFIG."""
-    resources = _json(facts, "SM_RESOURCE_CONFIG", "{}")
+    resources = _json(env, "SM_RESOURCE_CONFIG", "{}")
     resources = resources if isinstance(resources, dict) else {}
-    hosts = _json(facts, "SM_HOSTS", json.dumps(resources.get("hosts") or []))
-    here = facts.environ.get("SM_CURRENT_HOST") or resources.get("current_host")
+    hosts = _json(env, "SM_HOSTS", json.dumps(resources.get("hosts") or []))
+    here = env.environ.get("SM_CURRENT_HOST") or resources.get("current_host")
     # Sort here, so that all hosts number the nodes alike, whichever variable the list is from.
     names = sorted({str(name) for name in hosts}) if isinstance(hosts, list) else []
     if not names or not here:
         lacking = "SM_CURRENT_HOST" if names else "SM_HOSTS"
         raise ConfigError(
-            f"{_set_here(facts)} but {lacking} is not; start with SageMaker's training toolkit, "
+            f"{_set_here(env)} but {lacking} is not; start with SageMaker's training toolkit, "
             "which sets it, or give --nodes, --node-rank and --master"
         )
     if here not in names:
@@ -85,13 +85,13 @@ def _hosts(facts: PlatformEnv) -> tuple[list[str], str]:
     return names, str(here)
 
 
-def _set_here(facts: PlatformEnv) -> str:
-    names = [name for name in MARKS if facts.environ.get(name)]
+def _set_here(env: PlatformEnv) -> str:
+    names = [name for name in MARKS if env.environ.get(name)]
     return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} set"
 
 
-def _json(facts: PlatformEnv, name: str, default: str) -> object:
+def _json(env: PlatformEnv, name: str, default: str) -> object:
     try:
-        return json.loads(facts.environ.get(name) or default)
+        return json.loads(env.environ.get(name) or default)
     except ValueError:
-        raise ConfigError(f"{name}={facts.environ[name]!r} is not JSON; do not set it by hand") from None
+        raise ConfigError(f"{name}={env.environ[name]!r} is not JSON; do not set it by hand") from None

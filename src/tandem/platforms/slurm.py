@@ -88,86 +88,80 @@ def without_job(environ: Mapping[str, str]) -> Mapping[str, str]:
     return {name: value for name, value in by_hand.unplaced(environ).items() if name not in MARKS}
 
 
-def read(facts: PlatformEnv) -> Placement:
+def read(env: PlatformEnv) -> Placement:
     """Read the position: a node's only task is its agent or its rank; each of several tasks is a rank."""
-    parts = facts.environ.get("SLURM_HET_SIZE") or "1"
+    parts = env.environ.get("SLURM_HET_SIZE") or "1"
     if parse_integer("SLURM_HET_SIZE", parts) > 1:
         raise ConfigError(
             f"SLURM_HET_SIZE={parts}: this job is heterogeneous, but all nodes must be alike; submit it as "
             "one part, such as sbatch --nodes=2 --gpus-per-node=1"
         )
-    is_task = in_step(facts.environ)
+    is_task = in_step(env.environ)
     # The user places the nodes, and Slurm has not.
-    if "node_rank" in facts.flags and not is_task:
-        return by_hand.read(facts)
-    facts = facts.for_platform("slurm", MARKS, VARIABLE_NAMES)
-    placement = _placed(facts) if is_task else _without_step(facts)
+    if "node_rank" in env.flags and not is_task:
+        return by_hand.read(env)
+    env = env.for_platform("slurm", MARKS, VARIABLE_NAMES)
+    placement = _placed(env) if is_task else _without_step(env)
     names = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
-    step = facts.environ["SLURM_STEP_ID"] if is_task else "batch"
+    step = env.environ["SLURM_STEP_ID"] if is_task else "batch"
     return replace(
         placement,
-        job=f"slurm-{facts.variable('SLURM_JOB_ID')}.{step}",
-        array=(facts.environ[names[0]], facts.environ[names[1]])
-        if any_set(facts.environ, names[:1])
-        else None,
-        restarts=parse_integer("SLURM_RESTART_COUNT", facts.environ.get("SLURM_RESTART_COUNT") or "0"),
+        job=f"slurm-{env.variable('SLURM_JOB_ID')}.{step}",
+        array=(env.environ[names[0]], env.environ[names[1]]) if any_set(env.environ, names[:1]) else None,
+        restarts=parse_integer("SLURM_RESTART_COUNT", env.environ.get("SLURM_RESTART_COUNT") or "0"),
     )
 
 
-def _placed(facts: PlatformEnv) -> Placement:
-    nodes = facts.number("nodes")
-    node_rank = facts.number("node_rank")
+def _placed(env: PlatformEnv) -> Placement:
+    nodes = env.number("nodes")
+    node_rank = env.number("node_rank")
     names = expand_nodelist(
-        facts.environ.get("SLURM_STEP_NODELIST") or facts.environ.get("SLURM_JOB_NODELIST", "")
+        env.environ.get("SLURM_STEP_NODELIST") or env.environ.get("SLURM_JOB_NODELIST", "")
     )
-    here = facts.environ.get("SLURMD_NODENAME") or facts.hostname
+    here = env.environ.get("SLURMD_NODENAME") or env.hostname
     if (
         len(names) != nodes
         or node_rank >= nodes
-        or (facts.environ.get("SLURMD_NODENAME") and names[node_rank] != here)
-        or _is_outside_job(facts.environ)
+        or (env.environ.get("SLURMD_NODENAME") and names[node_rank] != here)
+        or _is_outside_job(env.environ)
     ):
         raise ConfigError(
-            f"SLURM_JOB_NODELIST={facts.environ.get('SLURM_JOB_NODELIST', '')}, "
+            f"SLURM_JOB_NODELIST={env.environ.get('SLURM_JOB_NODELIST', '')}, "
             f"SLURM_STEP_NODELIST={','.join(names)}, SLURM_STEP_NUM_NODES={nodes}, SLURM_NODEID={node_rank} "
             f"and SLURMD_NODENAME={here} contradict each other; start with srun, and do not set them by hand"
         )
     # Rank 0's agent hosts the store, and Slurm gives node 0 of the step the first name.
-    host = facts.text("host") or names[0]
+    host = env.text("host") or names[0]
     if host.split(".")[0] in names[1:]:
         raise ConfigError(
-            f"{assignments(facts.sources('host'))} is not the step's first node {names[0]}, where rank 0 is; "
+            f"{assignments(env.sources('host'))} is not the step's first node {names[0]}, where rank 0 is; "
             "omit it"
         )
     # Two jobs, or two steps of one job, may share a node, so their stores should use different ports. If the
     # ports are equal anyway (numbers repeat), `job` tells the stores apart.
-    job = facts.variable("SLURM_JOB_ID")
-    step = facts.variable("SLURM_STEP_ID")
+    job = env.variable("SLURM_JOB_ID")
+    step = env.variable("SLURM_STEP_ID")
     placement = Placement(
         "slurm",
         nodes,
         node_rank,
-        facts.nproc(),
+        env.nproc(),
         host,
-        facts.number("port", 20000 + (job + 131 * step) % 10000),
+        env.number("port", 20000 + (job + 131 * step) % 10000),
         local_name=here,
     )
-    tasks = expand_tasks(
-        facts.environ.get("SLURM_STEP_TASKS_PER_NODE", "1" if nodes == 1 else f"1(x{nodes})")
-    )
+    tasks = expand_tasks(env.environ.get("SLURM_STEP_TASKS_PER_NODE", "1" if nodes == 1 else f"1(x{nodes})"))
     if len(tasks) != nodes:
         raise ConfigError(
             f"SLURM_STEP_TASKS_PER_NODE names {len(tasks)} nodes but SLURM_STEP_NUM_NODES={nodes}; "
             "start with srun"
         )
-    return (
-        replace(placement, one_process_per_node=True) if max(tasks) == 1 else _ranks(facts, placement, tasks)
-    )
+    return replace(placement, one_process_per_node=True) if max(tasks) == 1 else _ranks(env, placement, tasks)
 
 
-def _ranks(facts: PlatformEnv, placement: Placement, tasks: list[int]) -> Placement:
-    rank = facts.variable("SLURM_PROCID")
-    local_rank = facts.variable("SLURM_LOCALID")
+def _ranks(env: PlatformEnv, placement: Placement, tasks: list[int]) -> Placement:
+    rank = env.variable("SLURM_PROCID")
+    local_rank = env.variable("SLURM_LOCALID")
     here = tasks[placement.node_rank]
     if rank >= sum(tasks) or local_rank >= here or placement.nproc not in (None, here):
         raise ConfigError(
@@ -181,7 +175,7 @@ def _ranks(facts: PlatformEnv, placement: Placement, tasks: list[int]) -> Placem
         rank=rank,
         local_rank=local_rank,
         world_size=sum(tasks),
-        device=_own_device(facts.environ),
+        device=_own_device(env.environ),
     )
 
 
@@ -193,22 +187,22 @@ def _own_device(environ: Mapping[str, str]) -> int | None:
     return 0 if visible and here.isdigit() and len(visible) < int(here) else None
 
 
-def _without_step(facts: PlatformEnv) -> Placement:
+def _without_step(env: PlatformEnv) -> Placement:
     """Place a batch script or a shell in an allocation: only on one node, because other nodes would be idle.
 
     Several tasks on one node are allowed if the number of ranks is given.
     """
     # SLURM_NTASKS is the batch script's request. With --nodes or --nproc, the command line decides.
     names = ["SLURM_JOB_NUM_NODES"]
-    if not {"nodes", "nproc"} & set(facts.flags):
+    if not {"nodes", "nproc"} & set(env.flags):
         names.append("SLURM_NTASKS")
-    counts = {name: facts.environ.get(name) or "1" for name in names}
+    counts = {name: env.environ.get(name) or "1" for name in names}
     if any(parse_integer(name, value, 1) > 1 for name, value in counts.items()):
         raise ConfigError(
             f"{assignments(counts)} but this is not a step (no SLURM_STEP_ID); start it with srun: "
             "srun --ntasks-per-node=1 tandem launch ..."
         )
-    return alone(facts)
+    return alone(env)
 
 
 def expand_nodelist(text: str) -> list[str]:

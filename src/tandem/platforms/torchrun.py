@@ -17,26 +17,26 @@ def detect(environ: Mapping[str, str]) -> bool:
     )
 
 
-def read(facts: PlatformEnv) -> Placement:
-    facts = facts.for_platform("torchrun", MARKS, VARIABLE_NAMES)
-    rank, local_rank, world = (facts.variable(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    nproc = facts.variable("LOCAL_WORLD_SIZE")
+def read(env: PlatformEnv) -> Placement:
+    env = env.for_platform("torchrun", MARKS, VARIABLE_NAMES)
+    rank, local_rank, world = (env.variable(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    nproc = env.variable("LOCAL_WORLD_SIZE")
     # Read this only to reject a --nproc that contradicts LOCAL_WORLD_SIZE.
-    facts.nproc()
+    env.nproc()
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     if nproc < 1 or rank >= world or local_rank >= nproc or nproc > world:
         raise ConfigError(
-            f"{assignments({name: facts.environ[name] for name in names})} contradict each other; "
+            f"{assignments({name: env.environ[name] for name in names})} contradict each other; "
             "start with torchrun, and do not set them by hand"
         )
     return Placement(
         "torchrun",
-        facts.number("nodes", world // nproc),
-        facts.number("node_rank", rank // nproc),
+        env.number("nodes", world // nproc),
+        env.number("node_rank", rank // nproc),
         nproc,
-        facts.host(),
-        facts.number("port"),
-        local_name=facts.hostname,
+        env.host(),
+        env.number("port"),
+        local_name=env.hostname,
         rank=rank,
         local_rank=local_rank,
         world_size=world,

@@ -28,7 +28,7 @@ MEANING = {
 
 
 def time_of(ledger: Ledger) -> dict[str, object]:
-    """Return the rows of both pages: [label, seconds] of the parts, and [cause, times, seconds]."""
+    """Return both tables of the page: [label, seconds] for each part, and [cause, times, seconds]."""
     return {
         "parts": [[MEANING[part], seconds] for part, seconds in ledger.parts.items() if seconds],
         "causes": [[cause, *cost] for cause, cost in ledger.causes.items()],

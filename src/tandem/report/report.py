@@ -12,7 +12,7 @@ from typing import Any
 from tandem import layout
 from tandem.checkpoint.decision import LINKED, is_linked
 from tandem.errors import ConfigError, TandemError
-from tandem.log import counted, printable
+from tandem.log import pluralize, printable
 from tandem.report.about import About
 from tandem.report.access import OPEN_PATHS, Access
 from tandem.report.goodput import ledger_of, time_of
@@ -111,7 +111,7 @@ def _read_run(run: RunDir, copied: RunDir, secrets: Sequence[str]) -> dict[str, 
     name = printable(noted.hide(Path(run.where).resolve().name), LONGEST_NAME)
     ranks = summary.get("world_size")
     nodes = summary.get("nodes")
-    size = f"{counted(ranks, 'rank')} on {counted(nodes or 1, 'node')}" if ranks else ""
+    size = f"{pluralize(ranks, 'rank')} on {pluralize(nodes or 1, 'node')}" if ranks else ""
     starts = Restarts(files.events())
     restarts = summary.get("restarts")
     stops = summary.get("planned_stops")

@@ -23,7 +23,7 @@ from tandem.config import Settings
 from tandem.config.address import RemotePath, address
 from tandem.errors import ConfigError
 from tandem.paths import exists
-from tandem.platforms.placement import Placement
+from tandem.platforms.detection import Placement
 from tandem.run.lease import Token, fence
 from tandem.telemetry.journal import Journal, read_events, write_json_atomic
 
@@ -239,7 +239,7 @@ class RunDir:
                 self.folder.mkdir(mode=0o700)
 
     @contextmanager
-    def made(self, is_first: bool = True) -> Iterator[None]:
+    def created(self, is_first: bool = True) -> Iterator[None]:
         """Call `make_private`; at the end, the first node removes empty directories that it created."""
         # List them before anything is created, so that the user's empty directories stay.
         made = [each for each in (self.folder, *self.folder.parents) if is_first and not exists(each)]
@@ -275,7 +275,7 @@ class RunDir:
             raise unwritable(self.folder, error) from error
         return is_new
 
-    def forget_mistake(self) -> None:
+    def discard_logs_of_refused_launch(self) -> None:
         """Remove the logs of a launch that found only a configuration error, which the terminal has shown.
 
         Without config.json there was no run.

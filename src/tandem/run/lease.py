@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 from tandem import layout
 from tandem.bounded_reader import moment, parsed
-from tandem.checkpoint.storage.notes import Notes, notes_at
+from tandem.checkpoint.storage.lease_records import LeaseRecords, lease_records_at
 from tandem.errors import ConfigError, RunTakenError, StoppedError
 from tandem.log import printable
+from tandem.platforms.detection import Placement
 from tandem.platforms.environment import LOOPBACK
-from tandem.platforms.placement import Placement
 from tandem.process import boot_id, stat_of
 from tandem.timeouts import OWNER_EXPIRY_SECONDS, OWNER_LOOK_SECONDS, OWNER_RENEW_SECONDS
 
@@ -168,10 +168,10 @@ def fence(run_dir: PurePath, token: Token | None) -> Callable[[], None]:
     """
     if token is None:
         return lambda: None
-    return lambda: check(notes_at(run_dir / layout.OWNER), run_dir, token)
+    return lambda: check(lease_records_at(run_dir / layout.OWNER), run_dir, token)
 
 
-def check(notes: Notes, run_dir: PurePath, token: Token, note: LeaseRecord | None = None) -> None:
+def check(notes: LeaseRecords, run_dir: PurePath, token: Token, note: LeaseRecord | None = None) -> None:
     """Check like `fence`. Write our record again if it was deleted and no larger number exists.
 
     The record is opened, not only listed: NFS may return an outdated listing, but asks the server about a
@@ -227,7 +227,7 @@ class Lease:
             self._thread.start()
 
     def _keep(self) -> None:
-        notes = notes_at(self._run_dir / layout.OWNER)
+        notes = lease_records_at(self._run_dir / layout.OWNER)
         while not self.lost and not self._closing.wait(self._renew_seconds):
             try:
                 self._renew(notes)
@@ -241,7 +241,7 @@ class Lease:
                     log.warning("cannot renew the lease on %s: %s; will keep trying", self._run_dir, error)
                 self._has_failed = True
 
-    def _renew(self, notes: Notes) -> None:
+    def _renew(self, notes: LeaseRecords) -> None:
         assert self.token is not None and self._note is not None
         note = replace(self._note, renewed=time.monotonic(), renewals=self._note.renewals + 1)
         # Check before the rewrite, which on an object store would recreate a record that a new owner has
@@ -276,7 +276,7 @@ class Lease:
             return
         # The thread must not renew the record after it has been marked as over.
         self._thread.join(self._renew_seconds)  # with a limit, because the volume may hang
-        notes = notes_at(self._run_dir / layout.OWNER)
+        notes = lease_records_at(self._run_dir / layout.OWNER)
         try:
             check(notes, self._run_dir, self.token, self._note)
             if self.token.number == 1:
@@ -301,7 +301,7 @@ def acquire(
     seconds is lost; ours is renewed every `renew_seconds`. Raises ConfigError while another launch owns the
     run, and StoppedError if `should_stop` becomes true.
     """
-    notes = notes_at(run_dir / layout.OWNER)
+    notes = lease_records_at(run_dir / layout.OWNER)
     try:
         while True:
             numbers = notes.numbers()
@@ -359,7 +359,7 @@ def refuse_if_owned(run_dir: PurePath) -> None:
 
 def owner_here(run_dir: PurePath) -> LeaseRecord | None:
     """Return the lease of a launch here that certainly owns the run; None if it is an ancestor of ours."""
-    notes = notes_at(run_dir / layout.OWNER)
+    notes = lease_records_at(run_dir / layout.OWNER)
     here = LeaseRecord.for_this_process("")
     with suppress(OSError):
         if (last := max(notes.numbers(), default=0)) and (found := LeaseRecord.parse(notes.read(last))):
@@ -384,7 +384,7 @@ def _refusal(run_dir: PurePath, found: LeaseRecord) -> ConfigError:
 
 
 def _may_take(
-    notes: Notes,
+    notes: LeaseRecords,
     run_dir: PurePath,
     number: int,
     raw: bytes | None,
@@ -421,7 +421,7 @@ def _may_take(
 
 
 def _watch(
-    notes: Notes,
+    notes: LeaseRecords,
     run_dir: PurePath,
     number: int,
     raw: bytes | None,

@@ -230,7 +230,7 @@ class ScriptMonitor:
             path.with_suffix(".new").replace(path)
 
     @property
-    def host_work_counts(self) -> bool:
+    def cpu_time_shows_progress(self) -> bool:
         """True: a script that waits for a GPU cannot be told apart from one that computes."""
         return True
 

@@ -132,7 +132,7 @@ class Clock:
         return self._timer.drain()
 
     @property
-    def host_work_counts(self) -> bool:
+    def cpu_time_shows_progress(self) -> bool:
         """True if work is done when the host continues: on CPUs."""
         return isinstance(self._timer, HostTimer)
 

@@ -22,9 +22,9 @@ class ClockLocator:
         self._recorded = -1
 
     @property
-    def host_work_counts(self) -> bool:
+    def cpu_time_shows_progress(self) -> bool:
         """See `Clock`."""
-        return self._clock.host_work_counts
+        return self._clock.cpu_time_shows_progress
 
     def locate(self, now: float, thread: ThreadActivity) -> Location:
         """Return the location at `now`."""
@@ -65,7 +65,7 @@ class ClockLocator:
         frame = thread.frame
         if in_collective(frame):
             return True
-        if not self._clock.host_work_counts:  # the host waits for kernels where it uses their results
+        if not self._clock.cpu_time_shows_progress:  # the host waits for kernels where it uses their results
             return self._clock.current in ("backward", "optimizer")
         is_in_torch = frame is not None and "/torch/" in frame.f_code.co_filename
         # gloo's wait for gradients has no Python frame, and takes no CPU time.

@@ -142,7 +142,7 @@ class HangHistory:
 NOTHING_BEFORE = HangHistory()
 
 
-def judge(beats: Sequence[Beat], past: HangHistory = NOTHING_BEFORE) -> Alarm | None:
+def find_hung_rank(beats: Sequence[Beat], past: HangHistory = NOTHING_BEFORE) -> Alarm | None:
     """Return an alarm for the rank that blocks all others, or None while no rank is overdue.
 
     1. A rank has sent nothing for longer than a hang: report that rank.

@@ -34,7 +34,7 @@ class HealthLimits:
     hang_timeout: float | None
 
     @classmethod
-    def asked(cls, launch: "LaunchConfig", timeouts: "ReliabilityConfig") -> "HealthLimits":
+    def from_settings(cls, launch: "LaunchConfig", timeouts: "ReliabilityConfig") -> "HealthLimits":
         """Return the limits from the settings."""
         return cls(launch.master_timeout, timeouts.phase_timeout, timeouts.hang_seconds)
 
@@ -48,7 +48,7 @@ class HealthLimits:
 
 
 def record(state: str, step: int, last_progress: float, limit_seconds: float) -> dict[str, object]:
-    """Return the record that `judge` reads.
+    """Return the record that `assess` reads.
 
     `last_progress` is when the run last made progress (Unix seconds); `limit_seconds` is how long this state
     may last without progress.
@@ -125,7 +125,7 @@ def check(
     """Return (healthy, one-line reason) from FOLDER/health.json; never raises."""
     path = os.path.join(folder, HEALTH)
     try:
-        return judge(parsed(content(folder, HEALTH)), time.time() if now is None else now, stale)
+        return assess(parsed(content(folder, HEALTH)), time.time() if now is None else now, stale)
     except FileNotFoundError:
         return False, f"no heartbeat: {path} does not exist"
     except OSError as error:
@@ -150,7 +150,7 @@ def check_run(run_dir: str | os.PathLike[str]) -> tuple[bool, str]:
     return check(run_dir, stale=RUN_HEALTH_STALE_SECONDS)
 
 
-def judge(record: Mapping[str, object], now: float, stale: float = STALE_SECONDS) -> tuple[bool, str]:
+def assess(record: Mapping[str, object], now: float, stale: float = STALE_SECONDS) -> tuple[bool, str]:
     """Judge one heartbeat, which is too old after `stale` seconds.
 
     Raises KeyError, TypeError or ValueError if it is not one.

@@ -54,7 +54,7 @@ class Locator(Protocol):
     """Locates a rank; `Heartbeats` calls it from its own thread, and at each new activity from the rank's."""
 
     @property
-    def host_work_counts(self) -> bool:
+    def cpu_time_shows_progress(self) -> bool:
         """Whether CPU time shows work; False if the thread may wait for a GPU in a loop."""
         ...
 
@@ -120,7 +120,7 @@ class Heartbeats:
     def _beat(self) -> None:
         while not self._is_over:
             try:
-                self._thread.look(by_cpu_time=self._locator.host_work_counts)
+                self._thread.look(by_cpu_time=self._locator.cpu_time_shows_progress)
                 sent = self.send()
                 renew_outputs()
                 self._locator.beat(sent)

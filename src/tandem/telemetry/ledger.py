@@ -352,7 +352,7 @@ class LedgerFile:
         self._change(seconds=seconds, stalled=stalled)
 
     def _take_out_slow_start(self, steps: int, seconds: float) -> None:
-        """Charge what the first steps took longer than the next ones to the start of the ranks."""
+        """Count the extra time of the first steps, compared with the next ones, as startup time."""
         if self._is_start_known:
             return
         if self._first_steps is None:

@@ -17,7 +17,8 @@ from tandem.telemetry.metrics import Sample
 from tandem.timeouts import NAME_SECONDS
 
 MARK_RATIO = 1.2
-"""A rank is marked if its quick steps take this many times as long as the median rank's; see `judge`."""
+"""A rank is marked if its quick steps take this many times as long as the median rank's; see
+`compare_ranks`."""
 MARK_SHARE = 0.05
 """The extra time of a marked rank is at least this share of a step; less is not worth reporting."""
 NAMED_ABOVE = 0.65
@@ -90,7 +91,7 @@ class PendingGather:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RankComparison:
     """The comparison of ranks in an interval of `seconds`: the slowest, by how much, and in which phase.
 
     `marked`: the rank is clearly slower in this interval. `StragglerWatch` reports it after several of them.
@@ -121,8 +122,8 @@ class Verdict:
         )
 
 
-def judge(ranks: Sequence[RankTimes]) -> Verdict:
-    """Compare the slowest of at least one rank with the median rank in one interval.
+def compare_ranks(ranks: Sequence[RankTimes]) -> RankComparison:
+    """Compare the slowest rank of an interval with the median rank. `ranks` must not be empty.
 
     A rank is `marked` if its quick steps take at least MARK_RATIO times those of the median rank, and its
     typical steps are slower by at least half as much. Noise of a busy host lengthens every rank's typical
@@ -140,7 +141,7 @@ def judge(ranks: Sequence[RankTimes]) -> Verdict:
         # The metrics show a slowest rank in every interval; without a mark, the typical steps decide.
         slow = max(ranks, key=lambda each: each.own)
     excess = {name: slow.phase(name) - median_low(each.phase(name) for each in ranks) for name in PHASES}
-    return Verdict(
+    return RankComparison(
         fastest=min(each.own for each in ranks),
         median=middle,
         slowest=slow.own,
@@ -164,13 +165,15 @@ def _series_of(ranks: Sequence[RankTimes]) -> list[Sample]:
     return samples
 
 
-def samples_of(ranks: Sequence[RankTimes], verdict: Verdict, named: Verdict | None) -> list[Sample]:
+def samples_of(
+    ranks: Sequence[RankTimes], comparison: RankComparison, named: RankComparison | None
+) -> list[Sample]:
     """Return the metrics of an interval; series per rank only for up to MAX_RANK_SERIES ranks."""
     samples = [
-        metrics.RANK_COMPUTE_SECONDS_MIN.set(verdict.fastest),
-        metrics.RANK_COMPUTE_SECONDS_MEDIAN.set(verdict.median),
-        metrics.RANK_COMPUTE_SECONDS_MAX.set(verdict.slowest),
-        metrics.SLOWEST_RANK.set(verdict.rank),
+        metrics.RANK_COMPUTE_SECONDS_MIN.set(comparison.fastest),
+        metrics.RANK_COMPUTE_SECONDS_MEDIAN.set(comparison.median),
+        metrics.RANK_COMPUTE_SECONDS_MAX.set(comparison.slowest),
+        metrics.SLOWEST_RANK.set(comparison.rank),
         metrics.TYPICAL_STEP_SECONDS.set(median_low(each.step for each in ranks)),
         # The series of an earlier straggler must vanish: absent means none.
         metrics.STRAGGLER_EXCESS_SECONDS.clear(),
@@ -183,7 +186,7 @@ def samples_of(ranks: Sequence[RankTimes], verdict: Verdict, named: Verdict | No
     return samples
 
 
-def rows_for_page(ranks: Sequence[RankTimes], named: Verdict | None) -> Ranks:
+def rows_for_page(ranks: Sequence[RankTimes], named: RankComparison | None) -> Ranks:
     """Return rows for the live page: milliseconds by phase, only of the slowest ranks if there are many."""
     shown = sorted(sorted(ranks, key=lambda each: -each.own)[:MAX_RANK_SERIES], key=lambda each: each.rank)
     rows = [
@@ -235,11 +238,11 @@ class Report:
 
     samples: list[Sample]
     page: Ranks
-    new_straggler: Verdict | None
+    new_straggler: RankComparison | None
 
 
 class StragglerWatch:
-    """Finds ranks that stay slow: a mark is for one interval, and a straggler has several.
+    """Finds stragglers: ranks that are marked in several intervals.
 
     For each rank, the share of marked intervals is tracked. An interval of t seconds has the weight t /
     NAME_SECONDS, at most one sixth. A rank is reported when its share exceeds NAMED_ABOVE, which takes about
@@ -247,19 +250,21 @@ class StragglerWatch:
     """
 
     def __init__(self) -> None:
-        self.named: Verdict | None = None
+        self.named: RankComparison | None = None
         self._shares: dict[int, float] = {}
 
     def report(self, ranks: Sequence[RankTimes]) -> Report:
         """Return the report of one more interval."""
-        verdict = judge(ranks)
-        new_straggler = self.update(verdict)
-        return Report(samples_of(ranks, verdict, self.named), rows_for_page(ranks, self.named), new_straggler)
+        comparison = compare_ranks(ranks)
+        new_straggler = self.update(comparison)
+        return Report(
+            samples_of(ranks, comparison, self.named), rows_for_page(ranks, self.named), new_straggler
+        )
 
-    def update(self, verdict: Verdict) -> Verdict | None:
-        """Update `named`, the current straggler if any; return the verdict if it is a new one."""
-        weight = min(verdict.seconds / NAME_SECONDS, 1 / 6)
-        marked = verdict.rank if verdict.marked else None
+    def update(self, comparison: RankComparison) -> RankComparison | None:
+        """Update `named`, the current straggler if any; return the comparison if it is a new one."""
+        weight = min(comparison.seconds / NAME_SECONDS, 1 / 6)
+        marked = comparison.rank if comparison.marked else None
         shares = {rank: (1 - weight) * share for rank, share in self._shares.items()}
         if marked is not None:
             shares[marked] = shares.get(marked, 0.0) + weight
@@ -269,5 +274,5 @@ class StragglerWatch:
         if before is not None and self._shares.get(before, 0.0) < FORGOTTEN_BELOW:
             self.named = None
         if marked is not None and (marked == before or shares[marked] > NAMED_ABOVE):
-            self.named = verdict
+            self.named = comparison
         return self.named if self.named is not None and self.named.rank != before else None

@@ -66,7 +66,7 @@ class ThreadActivity:
             or (by_cpu_time and seen.process - before.process > OTHERS_SHARE * seconds)
             or sum(one != other for one, other in zip(stacks, stacks[1:], strict=False)) >= CHANGES
             # The last condition, because it reads /proc for each child process.
-            or self._is_worked_for(seen.at)
+            or self._children_used_cpu(seen.at)
         ):
             self.worked_at = seen.at
 
@@ -86,7 +86,7 @@ class ThreadActivity:
             running_clock.now(), time.clock_gettime(self._clock), time.process_time(), _state(self.frame)
         )
 
-    def _is_worked_for(self, now: float) -> bool:
+    def _children_used_cpu(self, now: float) -> bool:
         """Return True if child processes have used CPU time since they were last checked."""
         then, used = self._below
         if now - then < BELOW_SECONDS:

@@ -151,7 +151,7 @@ class ReplayCheck:
             RepeatReport(each["own"], each["state"], [(rank, sums) for rank, sums in each["replays"]])
             for each in self._world.gather_json(vars(report))
         ]
-        self._raise(step, judge(reports, self._names, [name for name, _ in self._state()]))
+        self._raise(step, find_wrong_ranks(reports, self._names, [name for name, _ in self._state()]))
 
     def _repeat(self, report: RepeatReport, step: int, batch: Any, scale: Tensor, shift: int) -> None:
         """Compute the gradients of the rank `shift` after this one, and add their checksums to the report."""
@@ -228,9 +228,9 @@ def lengthen(cadences: MutableMapping[str, Cadence], seconds: float) -> None:
 
 
 def shifts(number: int, size: int) -> tuple[int, int]:
-    """Return the offset of the rank whose work each rank repeats: in check `number`, and in its second round.
+    """Return two rank offsets: whose work each rank repeats in check `number`, and in its second round.
 
-    The second round decides who is wrong. A third rank repeats the work, or the rank that did it first.
+    The second round decides which rank is wrong: a third rank repeats the work, or the one that did it first.
     """
     if size <= 2:  # a single rank shows only transient faults
         return size - 1, 0
@@ -248,7 +248,9 @@ def is_clean(summaries: Sequence[Sequence[int]], shift: int) -> bool:
     )
 
 
-def judge(reports: Sequence[RepeatReport], names: Sequence[str], state_names: Sequence[str]) -> RepeatVerdict:
+def find_wrong_ranks(
+    reports: Sequence[RepeatReport], names: Sequence[str], state_names: Sequence[str]
+) -> RepeatVerdict:
     """Find the ranks whose results differ from those of two or more other computations of the same work.
 
     A majority needs two different ranks, because a broken one may repeat its own fault.

@@ -39,7 +39,7 @@ from tandem.distributed.neighbors import Piece, ShardMap, SlotsToKeep, deliver, 
 from tandem.distributed.position import Grant, Position
 from tandem.distributed.whole_state import broadcast_state
 from tandem.errors import ConfigError, CorruptCheckpointError, UnloadableError
-from tandem.log import counted
+from tandem.log import pluralize
 from tandem.telemetry import metrics
 from tandem.telemetry.recorder import Recorder
 from tandem.training.shards import ShardedReading
@@ -308,8 +308,9 @@ def _own_state_of(
         return {}
     if count != world.size and redistribute is None:
         raise ConfigError(
-            f"the checkpoint's per_rank state ({_listed(named)}) is from {counted(count, 'rank')}, but there "
-            f"are {world.size} now; start {counted(count, 'rank')}, or set run.keep(..., redistribute=...)"
+            f"the checkpoint's per_rank state ({_listed(named)}) is from {pluralize(count, 'rank')}, but "
+            f"there are {world.size} now; start {pluralize(count, 'rank')}, or set "
+            "run.keep(..., redistribute=...)"
         )
     states = list[dict[str, Any]]()
     for rank in range(count):

@@ -49,7 +49,7 @@ class CheckpointSource(Protocol):
     """The source of the state: a task's `TrainState`, or what a custom loop keeps."""
 
     @property
-    def differs(self) -> bool:
+    def has_rank_0_tensors(self) -> bool:
         """Whether the state may have tensors that `rank_0_indices` names; the same on all ranks."""
         ...
 
@@ -137,7 +137,7 @@ class Saver:
         self._own = Snapshots(own, 0, own_slot, generation, here, region, held) if own else None
         # With one node, the rank that has these values writes them.
         self._from_rank_0 = Rank0Values(facts.world) if position.nodes > 1 and not has_shards else None
-        self._differs = self._from_rank_0 is not None and source.differs
+        self._differs = self._from_rank_0 is not None and source.has_rank_0_tensors
 
     def save(self, step: int) -> None:
         """Save on rank 0, or complete the save that was begun; other ranks help, or write their shards."""
@@ -236,7 +236,7 @@ class Saver:
         if may_copy:
             self._copies.begin(self._own)
         else:
-            self._copies.wait(self._own)
+            self._copies.release_if_stuck(self._own)
         yield
         if may_copy:
             self._copies.send(self._own)

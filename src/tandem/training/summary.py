@@ -17,7 +17,7 @@ from tandem.config.slices import RunConfig, TelemetryConfig
 from tandem.data.sampler import GlobalOrder
 from tandem.distributed.group import ProcessGroup
 from tandem.errors import FINISHED
-from tandem.log import counted, reporting
+from tandem.log import pluralize, reporting
 from tandem.run.directory import RunDir
 from tandem.telemetry import metrics
 from tandem.telemetry.displays import EventWriter, Progress
@@ -25,7 +25,7 @@ from tandem.telemetry.journal import Restarts
 from tandem.telemetry.meter import Interval
 from tandem.telemetry.metrics import Sample
 from tandem.telemetry.recorder import Recorder
-from tandem.text import format_duration, shown
+from tandem.text import format_duration, relative_path
 
 log = logging.getLogger("tandem.run")
 
@@ -189,7 +189,7 @@ def ending_table(
     saved = summary["last_checkpoint_step"]
     since = f" since step {resumed:,}" if resumed else ""
     pace = f"{summary['samples_per_second']:,.0f} a second{since}"
-    directory = shown(run_dir)
+    directory = relative_path(run_dir)
     again = (
         f"; to resume: the same command with --run-dir {directory}" if summary["state"] == "stopped" else ""
     )
@@ -205,7 +205,7 @@ def ending_table(
         f"{format_duration(steps.seconds)} of it in steps",
         "a step": ", ".join(shares) or "none taken",
         **smaller,
-        "ranks": f"{summary['world_size']} on {counted(summary['nodes'], 'node')}, "
+        "ranks": f"{summary['world_size']} on {pluralize(summary['nodes'], 'node')}, "
         f"restarts: {summary['restarts']}"
         + (f", planned stops: {summary['planned_stops']}" if summary["planned_stops"] else ""),
         "checkpoint": "none saved" if saved is None else f"step {saved:,} in {directory}/checkpoints{again}",
@@ -257,13 +257,13 @@ def _log_derived_numbers(facts: RunInfo, model: nn.Module) -> None:
         facts.run.task,
         f"{facts.order.n:,}",
         f"{parameters:,}",
-        counted(world.size, "rank"),
-        counted(world.position.nodes, "node"),
+        pluralize(world.size, "rank"),
+        pluralize(world.position.nodes, "node"),
         world.device.type,
         ":".join(map(str, facts.shares)) or f"{facts.batch_size / world.size:g}",
         _batch_of(facts),
         facts.precision,
-        counted(facts.threads, "thread"),
+        pluralize(facts.threads, "thread"),
     )
     log.info(
         "steps %s to %s, %s per epoch%s",

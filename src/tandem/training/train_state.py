@@ -16,7 +16,7 @@ from tandem.distributed import strategy as strategies
 from tandem.distributed.devices import cores_of
 from tandem.distributed.group import ProcessGroup
 from tandem.errors import ConfigError
-from tandem.log import counted
+from tandem.log import pluralize
 from tandem.tasks.base import TaskWithDefaults, load_task
 from tandem.tasks.build import answer_of, check_methods, datasets_of, model_of, order_of
 from tandem.telemetry.clock import Clock
@@ -202,7 +202,7 @@ class TrainState:
     def _loading(self) -> str:
         if not takes_workers(self.datasets.train, self.task.collate):
             return "0, because the training set returns whole batches or is a stream"
-        return f"{self.workers} per rank, which has {counted(self._reader.cores, 'CPU')}"
+        return f"{self.workers} per rank, which has {pluralize(self._reader.cores, 'CPU')}"
 
     def begin(self, resume_point: ResumePoint) -> None:
         """Restore what `full_state` returned, before the first step; without it, start fresh or from weights.
@@ -274,7 +274,7 @@ class TrainState:
         return {}
 
     @property
-    def differs(self) -> bool:
+    def has_rank_0_tensors(self) -> bool:
         """See `CheckpointSource`."""
         return has_saved_buffers(self.model)
 

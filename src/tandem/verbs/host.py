@@ -110,16 +110,16 @@ def _cluster_options(parser: "Parser") -> None:
 def index(options: "Namespace", environ: Environment) -> int:
     """Write the index of tar shards that `tandem.data.tar_blocks` reads."""
     from tandem.data.tar_index import index_shards
-    from tandem.log import counted
+    from tandem.log import pluralize
 
     def progress(read: int) -> None:
-        print(f"read {read} of {counted(len(options.shards), 'shard')}", file=sys.stderr)
+        print(f"read {read} of {pluralize(len(options.shards), 'shard')}", file=sys.stderr)
 
     blocks = index_shards(options.shards, options.output, options.block_bytes, progress)
     samples = sum(block.samples for block in blocks)
     size = sum(block.length for block in blocks)
     numbers = (len(options.shards), "shard"), (len(blocks), "block"), (samples, "sample")
-    print(f"{options.output}: {', '.join(counted(*each) for each in numbers)}, {size / 1e6:,.1f} MB")
+    print(f"{options.output}: {', '.join(pluralize(*each) for each in numbers)}, {size / 1e6:,.1f} MB")
     return FINISHED
 
 

@@ -278,7 +278,7 @@ def evaluate(options: "Namespace", environ: Environment) -> int:
     # torch reads these variables when the next line imports it.
     wait_passively()
     from tandem.launch.eval_command import evaluate as score
-    from tandem.platforms.placement import outside_steps
+    from tandem.platforms.detection import outside_steps
 
     return score(options.source, options.given, outside_steps(environ), options.json)
 

@@ -117,7 +117,7 @@ def _announce_code(loaded: "Loaded") -> "Settings":
 
 
 def _on_this_host(verb: str, environ: Environment) -> Environment:
-    from tandem.platforms.placement import on_this_host
+    from tandem.platforms.detection import on_this_host
 
     return on_this_host(verb, environ, socket.gethostname())
 

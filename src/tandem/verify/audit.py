@@ -16,10 +16,10 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePath
 
 from tandem.errors import FAILED, FINISHED, RunFailedError
-from tandem.log import counted
+from tandem.log import pluralize
 from tandem.signals import StopFlag
 from tandem.verify import audit_logs
-from tandem.verify.audit_compare import TOO_NOISY, Difference, Leftovers, Reference, damaged
+from tandem.verify.audit_compare import TOO_NOISY, Difference, Reference, RunOutputs, damaged
 from tandem.verify.audit_kinds import KINDS, AuditFinding, distinct, from_logs, from_names
 from tandem.verify.audit_runner import Audited, AuditedRun, AuditProgress, Popen, launched, succeeded
 from tandem.verify.audit_steps import Alignment, Baseline, Step, align, read_steps
@@ -73,7 +73,7 @@ class AuditTrial:
         )
         equal = "equal within noise" if self.is_noisy else "same tensors and numbers"
         if self.lost:
-            equal += f", without {counted(self.lost, 'logged number')} from before the kill"
+            equal += f", without {pluralize(self.lost, 'logged number')} from before the kill"
         return f"killed in {killed}, resumed at {resumed or 'an unknown step'}: {self.difference or equal}"
 
     def as_json(self) -> dict[str, object]:
@@ -184,7 +184,7 @@ class Audit:
             self._say(f"trial {number + 1} of {self._asked.kills}: {trial}")
         return judged(trials, reference)
 
-    def _described(self, reference: Reference, left: Leftovers, progress: AuditProgress) -> str:
+    def _described(self, reference: Reference, left: RunOutputs, progress: AuditProgress) -> str:
         logged = sum(map(len, left.logs.values()))
         steps = f"{progress.steps} steps, " if progress.steps else "no optimizer step seen, "
         away, name = reference.largest
@@ -216,7 +216,7 @@ class Audit:
     def _trial(
         self,
         reference: Reference,
-        left: Leftovers,
+        left: RunOutputs,
         progress: AuditProgress,
         chance: random.Random,
         kills: int,
@@ -245,7 +245,7 @@ class Audit:
         self,
         run: AuditedRun,
         reference: Reference,
-        left: Leftovers,
+        left: RunOutputs,
         before: dict[str, dict[float, float]],
         torn: Sequence[str],
     ) -> AuditTrial:
@@ -278,7 +278,9 @@ class Audit:
             trial.findings = distinct(certain)
         return trial
 
-    def _from_outputs(self, difference: Difference, left: Leftovers, killed: Leftovers) -> list[AuditFinding]:
+    def _from_outputs(
+        self, difference: Difference, left: RunOutputs, killed: RunOutputs
+    ) -> list[AuditFinding]:
         found = from_names(difference.tensors, difference.equal)
         return found or from_logs(left.logs, killed.logs)
 
@@ -295,10 +297,10 @@ class Audit:
 
     def _leftovers(
         self, run: AuditedRun, before: Mapping[str, dict[float, float]] | None = None
-    ) -> Leftovers:
+    ) -> RunOutputs:
         series: dict[str, dict[float, float]] = {name: dict(each) for name, each in (before or {}).items()}
         _overlay(series, self._logs(run, run.folder))
-        return Leftovers(run.folder, self._compared(run), series)
+        return RunOutputs(run.folder, self._compared(run), series)
 
     def _compared(self, run: AuditedRun) -> list[PurePath]:
         patterns = self._asked.outputs

@@ -24,7 +24,7 @@ Series = Mapping[str, Mapping[float, float]]
 
 
 @dataclass(frozen=True)
-class Leftovers:
+class RunOutputs:
     """The outputs of a run: its directory, the files that it wrote there, and the values in its logs."""
 
     folder: Path
@@ -77,7 +77,7 @@ class Difference:
 class Reference:
     """Two uninterrupted runs, and the distance between them for each value that differs."""
 
-    def __init__(self, one: Leftovers, other: Leftovers) -> None:
+    def __init__(self, one: RunOutputs, other: RunOutputs) -> None:
         self._one = one
         self._other = other
         self._noise: dict[str, float] = {}
@@ -112,7 +112,7 @@ class Reference:
         known = ((away, name) for name, away in self._noise.items() if not TIMES.search(name))
         return max(known, default=(0.0, ""))
 
-    def compare(self, killed: Leftovers) -> Difference:
+    def compare(self, killed: RunOutputs) -> Difference:
         """Compare the files and logs of a killed run with those of both uninterrupted runs."""
         found = Difference()
         theirs = killed.tensor_files()

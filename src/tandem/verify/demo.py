@@ -10,7 +10,7 @@ from tandem import layout
 from tandem.errors import FINISHED, ConfigError
 from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
-from tandem.text import format_duration, shown
+from tandem.text import format_duration, relative_path
 from tandem.verify.watched_run import Kill, NothingResumedError, WatchedRun
 
 STEPS = 600
@@ -62,7 +62,7 @@ def demo(run_dir: Path, environ: Mapping[str, str], stop: StopFlag, say: Callabl
     summary = files.read(layout.SUMMARY)
     scores = ", ".join(f"{name} {value:.4g}" for name, value in summary["eval"].items())
     say(f"finished at step {summary['global_step']}: {scores}; restarts: {summary['restarts']}")
-    say(f"report: tandem report {shown(run_dir)}; your own script: tandem launch --nodes 2 train.py")
+    say(f"report: tandem report {relative_path(run_dir)}; your own script: tandem launch --nodes 2 train.py")
     return FINISHED
 
 

@@ -20,7 +20,7 @@ from tandem.data.tar_shards import CACHE_BYTES, default_folder
 from tandem.distributed.devices import DRIVER_FILE, driver_version, why_no_gpu
 from tandem.errors import TandemError
 from tandem.launch.connectivity import ConnectivityProblem, clock, interfaces, names, others, world_size
-from tandem.platforms.placement import detect_here
+from tandem.platforms.detection import detect_here
 from tandem.process import nearest_existing
 from tandem.run.directory import RunDir
 from tandem.verify import machine

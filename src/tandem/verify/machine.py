@@ -18,7 +18,7 @@ from tandem.config import Settings
 from tandem.distributed.devices import DRIVER_FILE, why_no_gpu, why_refused
 from tandem.launch.connectivity import ConnectivityProblem
 from tandem.launch.join_rules import ENOUGH_SHARED_BYTES
-from tandem.log import counted
+from tandem.log import pluralize
 from tandem.process import nearest_existing
 from tandem.run.directory import RunDir
 from tandem.text import first_line, format_duration
@@ -271,7 +271,9 @@ def grace(shutdown_timeout: float, save_seconds: list[float]) -> ConnectivityPro
             name, "pass", f"{text}; no save of this run has been measured yet; {outer}"
         )
     longest = max(save_seconds)
-    text = f"{text}, and the longest of {counted(len(save_seconds), 'save')} took {format_duration(longest)}"
+    text = (
+        f"{text}, and the longest of {pluralize(len(save_seconds), 'save')} took {format_duration(longest)}"
+    )
     remedy = f"--shutdown-timeout {max(5, round(3 * longest))}, and the platform's grace period 10 s above it"
     if longest > shutdown_timeout:
         return ConnectivityProblem(name, "fail", text, remedy)
@@ -292,16 +294,16 @@ def gpus(device: str) -> ConnectivityProblem:
         return ConnectivityProblem(name, "pass", "none: this node trains on its CPUs")
     if why := refused(count):
         return ConnectivityProblem(
-            name, "fail", f"{counted(count, 'GPU')}, but {why}", "--device cpu trains without a GPU"
+            name, "fail", f"{pluralize(count, 'GPU')}, but {why}", "--device cpu trains without a GPU"
         )
     version: Callable[[], tuple[int, ...]] = torch.cuda.nccl.version
     if not dist.is_nccl_available():
         return ConnectivityProblem(
-            name, "fail", f"{counted(count, 'GPU')}, but no NCCL", "install a torch with NCCL"
+            name, "fail", f"{pluralize(count, 'GPU')}, but no NCCL", "install a torch with NCCL"
         )
     nccl = ".".join(map(str, version()))
     return ConnectivityProblem(
-        name, "pass", f"{counted(count, 'GPU')}, CUDA {torch.version.cuda}, NCCL {nccl}"
+        name, "pass", f"{pluralize(count, 'GPU')}, CUDA {torch.version.cuda}, NCCL {nccl}"
     )
 
 

@@ -15,7 +15,7 @@ from tandem.checkpoint.decision import ResumeDecision
 from tandem.distributed.position import Grant, Position, RankStart
 from tandem.errors import FINISHED, PEER_LOST, STOPPED, RunFailedError, is_own, shell_code, was_killed
 from tandem.log import printable
-from tandem.platforms.placement import Placement
+from tandem.platforms.detection import Placement
 from tandem.rotation import tail
 from tandem.signals import StopFlag
 from tandem.telemetry.messages import checked

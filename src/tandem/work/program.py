@@ -28,11 +28,11 @@ from tandem.errors import (
     job_code,
     was_killed,
 )
-from tandem.platforms.placement import Placement
+from tandem.platforms.detection import Placement
 from tandem.rotation import tail
 from tandem.run.directory import RunDir
 from tandem.script.job import Job, Program, error_file
-from tandem.text import shown
+from tandem.text import relative_path
 from tandem.timeouts import MONITOR_SECONDS, OTHERS_SECONDS
 from tandem.work.base import (
     TRAINED,
@@ -161,7 +161,7 @@ class ProgramWorkload:
                     return f"tandem: {hint}"
         if code not in (FINISHED, STOPPED):
             return ""
-        run = shown(self._run.where)
+        run = relative_path(self._run.where)
         return f"{self._name} ended with code {code}; restarts: {restarts}; run directory: {run}"
 
 

@@ -10,7 +10,7 @@ from tandem.data.batch_shares import check_even
 from tandem.distributed.position import RankStart
 from tandem.errors import PEER_LOST, CheckpointError, ConfigError, is_retried, job_code
 from tandem.log import log_if_slow
-from tandem.platforms.placement import Placement
+from tandem.platforms.detection import Placement
 from tandem.run.directory import RunDir
 from tandem.work.base import (
     NOTHING,

@@ -25,12 +25,12 @@ class Compression(Protocol):
         """Take over the exchange of `ddp`, except for `carrier`; `named` has the parameters by name."""
         ...
 
-    def keep(self, skip: Tensor) -> None:
+    def commit(self, skip: Tensor) -> None:
         """Keep the changes of the state after a step, unless the step was skipped (`skip` above 0)."""
         ...
 
-    def forget(self) -> None:
-        """Discard, before a step, the changes of an exchange after which `keep` was not called."""
+    def rollback(self) -> None:
+        """Discard, before a step, the changes of an exchange after which `commit` was not called."""
         ...
 
     def bytes_of(self, parameters: Sequence[nn.Parameter]) -> int:

@@ -37,10 +37,10 @@ class Half:
         self._carrier = carrier
         ddp.register_comm_hook(None, self._exchange)
 
-    def keep(self, skip: Tensor) -> None:
+    def commit(self, skip: Tensor) -> None:
         """Nothing to keep."""
 
-    def forget(self) -> None:
+    def rollback(self) -> None:
         """Nothing to discard."""
 
     def bytes_of(self, parameters: Sequence[nn.Parameter]) -> int:

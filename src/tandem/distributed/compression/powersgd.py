@@ -84,10 +84,10 @@ class PowerSGD:
             p.element_size() * (self._factors(p) if self._is_worth_it(p) else p.numel()) for p in parameters
         )
 
-    def forget(self) -> None:
+    def rollback(self) -> None:
         self._next = {}
 
-    def keep(self, skip: Tensor) -> None:
+    def commit(self, skip: Tensor) -> None:
         """Commit the state of the step, unless it was skipped. On GPUs, the host does not wait for `skip`."""
         if self._group.device.type == "cpu" and bool(skip):
             self._next = {}

@@ -113,12 +113,12 @@ class DDPStrategy(OneRankDDPStrategy):
         assert self._carrier.grad is not None
         exchanged = torch.cat([self._carrier.grad, gradients_not_finite.reshape(1)])
         if self._compression is not None:
-            self._compression.keep(is_skipped(exchanged))
+            self._compression.commit(is_skipped(exchanged))
         return exchanged
 
     def reset(self) -> None:
         if self._compression is not None:
-            self._compression.forget()
+            self._compression.rollback()
         if self._carrier.grad is not None:
             self._carrier.grad.zero_()
 

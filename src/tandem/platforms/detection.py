@@ -5,7 +5,7 @@ Each platform is one module of this package, which is discovered automatically. 
     ORDER                         when it is checked: the first that detects itself is used
     VARIABLE_NAMES                its variables for the values that all platforms have
     detect(environ) -> bool       whether this process runs on it
-    read(facts) -> Placement      the position; raises ConfigError
+    read(env) -> Placement      the position; raises ConfigError
 
 The order is from the most specific platform to the most general: what may run inside another is checked
 before it. A comment next to each ORDER has the reason. No two are equal.
@@ -59,14 +59,14 @@ class Platform(Protocol):
     VARIABLE_NAMES: VariableNames
 
     def detect(self, environ: Mapping[str, str]) -> bool: ...
-    def read(self, facts: PlatformEnv) -> Placement: ...
+    def read(self, env: PlatformEnv) -> Placement: ...
 
 
 @functools.cache
 def platforms() -> Sequence[Platform]:
     """Return every platform, in the order in which they are checked."""
     names = (module.name for module in pkgutil.iter_modules(tandem.platforms.__path__))
-    modules = (importlib.import_module(f"tandem.platforms.{name}") for name in names if name != "placement")
+    modules = (importlib.import_module(f"tandem.platforms.{name}") for name in names if name != "detection")
     found = [cast(Platform, module) for module in modules if hasattr(module, "ORDER")]
     return sorted(found, key=lambda platform: platform.ORDER)
 
@@ -88,15 +88,15 @@ def detect(environ: Mapping[str, str], hostname: str, asked: LaunchConfig = BY_I
     elif asked.master is not None:
         given["host"], given["port"] = split_address("--master", asked.master)
     bounds = value_range("--elastic", asked.elastic) if asked.elastic else None
-    facts = PlatformEnv(environ, hostname, given, bounds, spares=asked.spares)
+    env = PlatformEnv(environ, hostname, given, bounds, spares=asked.spares)
     # One always matches: laptop.py, the last in order, detects anything.
     platform = next(platform for platform in platforms() if platform.detect(environ))
-    placement = _checked(platform.read(facts), replace(facts, variable_names=platform.VARIABLE_NAMES))
+    placement = _checked(platform.read(env), replace(env, variable_names=platform.VARIABLE_NAMES))
     return _with_spares(placement, asked.spares) if asked.spares else placement
 
 
 def of_this_process(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment with facts that only this host has: the replica's index and the real Slurm step.
+    """Return the environment with what only this host knows: the replica's index and the real Slurm step.
 
     Raises ConfigError.
     """
@@ -145,39 +145,39 @@ def _check_file(master: str, environ: Mapping[str, str]) -> None:
         )
 
 
-def _checked(placement: Placement, facts: PlatformEnv) -> Placement:
+def _checked(placement: Placement, env: PlatformEnv) -> Placement:
     """Check the limits that hold on every platform, and apply --elastic. Raises ConfigError."""
-    given = assignments({**facts.sources("nodes"), **facts.sources("node_rank")}) or str(placement)
+    given = assignments({**env.sources("nodes"), **env.sources("node_rank")}) or str(placement)
     if placement.nodes < 1 or placement.node_rank >= placement.nodes:
         raise ConfigError(
-            f"invalid node {placement.node_rank} of {placement.nodes} ({given}, host {facts.hostname}); "
+            f"invalid node {placement.node_rank} of {placement.nodes} ({given}, host {env.hostname}); "
             "nodes are numbered from 0 to nodes - 1"
         )
     if placement.master_port > 65535:
         raise ConfigError(
-            f"invalid master port {placement.master_port} ({assignments(facts.sources('port'))}); "
+            f"invalid master port {placement.master_port} ({assignments(env.sources('port'))}); "
             "expected 1 to 65535"
         )
     is_single = placement.nodes == 1 and (placement.world_size or 1) == 1
     # Only this process needs to know a port that the kernel chooses.
     if placement.master_port == 0 and not (placement.starts_all or is_single):
         raise ConfigError(
-            f"invalid master port 0 ({assignments(facts.sources('port'))}); expected 1 to 65535, the same on "
+            f"invalid master port 0 ({assignments(env.sources('port'))}); expected 1 to 65535, the same on "
             f"all nodes, such as --master {placement.master_host}:{DEFAULT_PORT}"
         )
-    if facts.elastic is None:
+    if env.elastic is None:
         return placement
     if placement.rank is not None:
         raise ConfigError(
             f"--elastic cannot be used with ranks that {placement.platform} starts itself; "
             "start one task per node"
         )
-    stated = placement.elastic or facts.elastic
-    if stated != facts.elastic or not facts.elastic[0] <= placement.nodes <= facts.elastic[1]:
+    stated = placement.elastic or env.elastic
+    if stated != env.elastic or not env.elastic[0] <= placement.nodes <= env.elastic[1]:
         raise ConfigError(
-            f"--elastic {facts.elastic[0]}:{facts.elastic[1]} contradicts {given}; make them the same range"
+            f"--elastic {env.elastic[0]}:{env.elastic[1]} contradicts {given}; make them the same range"
         )
-    return replace(placement, elastic=facts.elastic)
+    return replace(placement, elastic=env.elastic)
 
 
 def _with_spares(placement: Placement, spares: int) -> Placement:

@@ -22,7 +22,7 @@ LARGEST_BYTES = 64 * 1024
 NAME = re.compile(r"\d{9,}")
 
 
-class Notes(Protocol):
+class LeaseRecords(Protocol):
     """Records by number. All methods raise OSError."""
 
     def numbers(self) -> list[int]:
@@ -41,16 +41,16 @@ class Notes(Protocol):
         """Remove a record if it exists."""
 
 
-def notes_at(where: PurePath) -> Notes:
+def lease_records_at(where: PurePath) -> LeaseRecords:
     """Return the records stored in `where`."""
-    return RemoteNotes(where) if isinstance(where, RemotePath) else FolderNotes(Path(where))
+    return RemoteLeaseRecords(where) if isinstance(where, RemotePath) else FolderLeaseRecords(Path(where))
 
 
 def _numbers(names: Iterable[str]) -> list[int]:
     return sorted(int(name) for name in names if NAME.fullmatch(name))
 
 
-class FolderNotes:
+class FolderLeaseRecords:
     """Records in a directory on this machine, or on a volume that is mounted here."""
 
     def __init__(self, folder: Path) -> None:
@@ -122,7 +122,7 @@ def _write_new(path: Path, content: bytes) -> None:
         os.close(descriptor)
 
 
-class RemoteNotes:
+class RemoteLeaseRecords:
     """Records on an object store, given by its address."""
 
     def __init__(self, where: RemotePath) -> None:
