@@ -35,7 +35,7 @@ def answers(action: str, options: Mapping[str, float]) -> dict[str, Any]:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[MetricsServer]:
     history = History(RunDir(tmp_path))
-    history.take(Point(10, 1.0, {"loss": 1.0, "samples_per_second": 1000.0, "phases": PHASES_MS}))
+    history.handle(Point(10, 1.0, {"loss": 1.0, "samples_per_second": 1000.0, "phases": PHASES_MS}))
     status = {"run": "r", "task": "t", "state": "training", "platform": "none", "nodes": 1, "step": 7}
     server = MetricsServer(Registry(), "127.0.0.1", 0, lambda: {**status, **history.now()}, history.curves)
     # As with a token, which a page in a browser would ask for.

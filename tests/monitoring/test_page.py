@@ -36,15 +36,15 @@ def hostile(tmp_path: Path) -> Iterator[MetricsServer]:
     history = History(RunDir(tmp_path))
     for step in range(10, 2000, 10):
         numbers = {"loss": 100 / step, "samples_per_second": 1000.0, "phases": PHASES_MS}
-        history.take(Point(step, 1.0, numbers))
-    history.take(Point(1990, 1.0, {"eval": {"loss": "NaN", SCRIPT: 0.5}}))
-    history.take(Event(SCRIPT, time.time(), {SCRIPT: SCRIPT, "step": 3}))
+        history.handle(Point(step, 1.0, numbers))
+    history.handle(Point(1990, 1.0, {"eval": {"loss": "NaN", SCRIPT: 0.5}}))
+    history.handle(Event(SCRIPT, time.time(), {SCRIPT: SCRIPT, "step": 3}))
     rows = [
         {"rank": rank, "node": rank // 8, "own_ms": 20.0 + rank, "straggler": rank == 63,
          "phases_ms": {"forward": 12.0, "backward": 8.0 + rank}}
         for rank in range(64)
     ]  # fmt: skip
-    history.take(Ranks(rows, SCRIPT))
+    history.handle(Ranks(rows, SCRIPT))
     status = {"run": SCRIPT, "task": SCRIPT, "state": "training", "platform": SCRIPT, "nodes": 8, "step": 7,
               "steps_planned": 100, "loss": "NaN", "samples_per_second": 5, "restarts": 1, "time": 1e9,
               "seconds_left": None, "blocks": block_reads(read_by_two_nodes()),
@@ -185,7 +185,7 @@ def test_a_page_hears_of_the_end_though_the_server_goes_at_once(browser: Browser
     try:
         browser.open(f"{server.url}/")
         until(lambda: server._held == 1, "a page that waits")
-        history.take(Point(7, 1.0, {"loss": 0.25}))
+        history.handle(Point(7, 1.0, {"loss": 0.25}))
         status |= {"state": "failed", "ending": {"state": "failed", "exit_code": 1, "reason": "no 7"}}
         registry.apply([metrics.RUN_STATE.enter("failed")])
         server.linger(patient(60))

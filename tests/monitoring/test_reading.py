@@ -86,7 +86,7 @@ def url(run_dir: Path, ending: dict[str, object]) -> Iterator[str]:
     history, about = History(RunDir(run_dir)), About(run_dir)
     rows = [{"rank": rank, "node": 0, "own_ms": 20.0 + 10 * rank, "straggler": rank == 1,
              "phases_ms": {"forward": 12.0, "backward": 8.0 + rank}} for rank in range(2)]  # fmt: skip
-    history.take(Ranks(rows, "straggler: rank 1 on node 0"))
+    history.handle(Ranks(rows, "straggler: rank 1 on node 0"))
     status: dict[str, object] = {
         "run": "mine", "task": "mine", "state": "training", "platform": "none", "nodes": 1, "step": 600,
         "steps_planned": 1200, "loss": 0.7, "samples_per_second": 1600.0, "restarts": 2, "seconds_left": 75.0,

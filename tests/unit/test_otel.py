@@ -119,16 +119,16 @@ def by_kind(spans: list[Span]) -> list[Span]:
 
 def test_epochs_and_evaluations() -> None:
     launch = Lines()
-    launch.spans.take(beat(3), 0.5)  # of no generation
+    launch.spans.handle(beat(3), 0.5)  # of no generation
     launch.spans.started(1.0, {"tandem.generation": 1})
-    launch.spans.take(RunStarted(50, 100, 250), 10.0)
-    launch.spans.take(StepsDone(60, None, 0.0), 11.0)
-    launch.spans.take(beat(100, "eval"), 15.0)
-    launch.spans.take(beat(100, "eval"), 15.2)
-    launch.spans.take(Point(100, 15.9, {"eval": {"accuracy": 0.5}}), 15.9)
-    launch.spans.take(beat(100), 16.0)
-    launch.spans.take(StepsDone(95, None, 0.0), 16.1)  # overtaken
-    launch.spans.take(StepsDone(220, None, 0.0), 28.0)
+    launch.spans.handle(RunStarted(50, 100, 250), 10.0)
+    launch.spans.handle(StepsDone(60, None, 0.0), 11.0)
+    launch.spans.handle(beat(100, "eval"), 15.0)
+    launch.spans.handle(beat(100, "eval"), 15.2)
+    launch.spans.handle(Point(100, 15.9, {"eval": {"accuracy": 0.5}}), 15.9)
+    launch.spans.handle(beat(100), 16.0)
+    launch.spans.handle(StepsDone(95, None, 0.0), 16.1)  # overtaken
+    launch.spans.handle(StepsDone(220, None, 0.0), 28.0)
     launch.spans.closed("stop", "all have saved", 30.0, {"tandem.exit_code": 143})
     first, evaluation, second, third, generation, run = by_kind(launch.read())
     assert (first.began, first.ended, first.cause) == (10.0, 15.0, "finished")
@@ -146,19 +146,19 @@ def test_an_evaluation_keeps_its_scores_if_messages_overtake_others() -> None:
     """Heartbeats come from two threads of a rank."""
     launch = Lines()
     launch.spans.started(1.0, {})
-    launch.spans.take(RunStarted(50, 1000, 2000), 10.0)
-    launch.spans.take(beat(100, "eval"), 15.0)
-    launch.spans.take(beat(100), 15.1)  # was older
-    launch.spans.take(beat(100, "eval"), 15.5)
-    launch.spans.take(beat(100), 16.0)
-    launch.spans.take(Point(100, 15.9, {"eval": {"accuracy": 0.5}}), 16.1)
-    launch.spans.take(StepsDone(101, None, 0.0), 17.0)
-    launch.spans.take(beat(100, "eval"), 17.1)  # was older
-    launch.spans.take(beat(200, "eval"), 20.0)
-    launch.spans.take(Point(200, 20.5, {"eval": {"accuracy": 0.75}}), 20.5)
-    launch.spans.take(beat(200), 21.0)
-    launch.spans.take(beat(300, "eval"), 25.0)
-    launch.spans.take(beat(300), 25.5)  # of a rank that loses its peer
+    launch.spans.handle(RunStarted(50, 1000, 2000), 10.0)
+    launch.spans.handle(beat(100, "eval"), 15.0)
+    launch.spans.handle(beat(100), 15.1)  # was older
+    launch.spans.handle(beat(100, "eval"), 15.5)
+    launch.spans.handle(beat(100), 16.0)
+    launch.spans.handle(Point(100, 15.9, {"eval": {"accuracy": 0.5}}), 16.1)
+    launch.spans.handle(StepsDone(101, None, 0.0), 17.0)
+    launch.spans.handle(beat(100, "eval"), 17.1)  # was older
+    launch.spans.handle(beat(200, "eval"), 20.0)
+    launch.spans.handle(Point(200, 20.5, {"eval": {"accuracy": 0.75}}), 20.5)
+    launch.spans.handle(beat(200), 21.0)
+    launch.spans.handle(beat(300, "eval"), 25.0)
+    launch.spans.handle(beat(300), 25.5)  # of a rank that loses its peer
     launch.spans.closed("failure", "", 26.0, {})
     first, second, third = [each for each in launch.read() if each.name == "evaluation"]
     assert (first.began, first.ended, first.cause) == (15.0, 16.0, "finished")
@@ -177,9 +177,9 @@ def test_an_evaluation_keeps_its_scores_if_messages_overtake_others() -> None:
 def test_a_generation_ends_with_its_cause(event: Any, cause: str) -> None:
     launch = Lines()
     launch.spans.started(0.0, {})
-    launch.spans.take(RunStarted(0, 100, 250), 1.0)
+    launch.spans.handle(RunStarted(0, 100, 250), 1.0)
     launch.spans.ended(5.0)
-    launch.spans.take(beat(9), 5.1)  # of a rank that is ending
+    launch.spans.handle(beat(9), 5.1)  # of a rank that is ending
     launch.spans.started(6.0, {})
     launch.spans.event("checkpoint", {})
     if event is not None:
@@ -195,8 +195,8 @@ def test_a_generation_ends_with_its_cause(event: Any, cause: str) -> None:
 def test_many_epochs_at_once_are_no_flood() -> None:
     launch = Lines()
     launch.spans.started(0.0, {})
-    launch.spans.take(RunStarted(0, 1, 10**9), 0.0)
-    launch.spans.take(StepsDone(10**6, None, 0.0), 1.0)
+    launch.spans.handle(RunStarted(0, 1, 10**9), 0.0)
+    launch.spans.handle(StepsDone(10**6, None, 0.0), 1.0)
     assert len(launch.lines) < 300
     launch.spans.closed("finished", "", 2.0, {})
     assert launch.read()[-3].attributes["tandem.epoch"] == 10**6 + 1
@@ -205,7 +205,7 @@ def test_many_epochs_at_once_are_no_flood() -> None:
 def test_a_killed_launch_is_ended_by_the_next() -> None:
     first, second, position = Lines(), Lines(), SendProgress({})
     first.spans.started(1.0, {})
-    first.spans.take(RunStarted(0, 100, 250), 3.0)
+    first.spans.handle(RunStarted(0, 100, 250), 3.0)
     assert not first.read(position)
     position = SendProgress(json.loads(json.dumps(vars(position))))  # this process was killed, too
     second.lines[0] = second.lines[0].replace(b'"time": 0.0', b'"time": 50.0')
@@ -221,7 +221,7 @@ def test_a_killed_launch_is_ended_by_the_next() -> None:
 def test_a_cause_that_a_killed_agent_did_not_know() -> None:
     launch, position = Lines(), SendProgress({})
     launch.spans.started(1.0, {"tandem.generation": 1})
-    launch.spans.take(RunStarted(0, 100, 250), 3.0)
+    launch.spans.handle(RunStarted(0, 100, 250), 3.0)
     launch.spans.ended(5.0)
     launch.spans.started(6.0, {"tandem.generation": 2})
     assert not launch.read(position)
@@ -332,8 +332,8 @@ def test_a_volume_that_hangs_delays_no_message(tmp_path: Path, monkeypatch: pyte
     files.open({"tandem.run": "r"})
     assert is_stuck.wait(60)
     files.started({"tandem.generation": 1})
-    files.take(RunStarted(0, 100, 250))
-    files.take(beat(3, "eval"))
+    files.handle(RunStarted(0, 100, 250))
+    files.handle(beat(3, "eval"))
     files.event("rank_killed", {"rank": 1})
     files.ended()
     may_go_on.set()

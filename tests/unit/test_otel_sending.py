@@ -241,8 +241,8 @@ def test_one_signal_down_keeps_no_other_waiting(here: Here) -> None:
 def test_saves_wait_for_their_trace(here: Here) -> None:
     """A collector that is down when the first epoch ends must not cost the saves of that time."""
     here.files.started({"tandem.generation": 1})
-    here.files.take(RunStarted(0, 10, 20))
-    here.files.take(StepsDone(10, None, 0.0))
+    here.files.handle(RunStarted(0, 10, 20))
+    here.files.handle(StepsDone(10, None, 0.0))
     Journal(here.folder).event("checkpoint", step=10, seconds=0.25, bytes=7)
     here.until_written('"end"')
     here.collector.answers = lambda path: 503

@@ -115,12 +115,12 @@ def test_a_finished_task(cluster: Cluster) -> None:
     status = cluster.start()
     cluster.receiver.until(1)  # at once
     assert "progressPercentage" not in of(cluster.receiver.posted[0])
-    status.take(RunStarted(0, 100, 1000))
+    status.handle(RunStarted(0, 100, 1000))
     for step in range(1, 900):  # faster than it may post
-        status.take(StepsDone(step, 1 / step, 100.0))
-        status.take(Point(step, 0.0, {"loss": 1 / step, "epoch": 0.1, "phases": {"data": 1.0}}))
+        status.handle(StepsDone(step, 1 / step, 100.0))
+        status.handle(Point(step, 0.0, {"loss": 1 / step, "epoch": 0.1, "phases": {"data": 1.0}}))
         time.sleep(0.001)
-    status.take(Point(899, 0.0, {"eval": {"accuracy": 0.5}}))
+    status.handle(Point(899, 0.0, {"eval": {"accuracy": 0.5}}))
     status.ended("finished", 0, "")
     status.flush(LIMIT, never)
     last = of(cluster.receiver.posted[-1])
@@ -138,8 +138,8 @@ def test_a_script_shows_its_steps_and_no_percentage_until_its_end(cluster: Clust
     status = cluster.start()
     cluster.receiver.until(1)
     for step in (5, 7):
-        status.take(Heartbeat(0, step, "train", "other", 0.0, 1.0, 1.0, True, False))
-        status.take(Heartbeat(1, step + 1, "train", "other", 0.0, 1.0, 1.0, True, False))
+        status.handle(Heartbeat(0, step, "train", "other", 0.0, 1.0, 1.0, True, False))
+        status.handle(Heartbeat(1, step + 1, "train", "other", 0.0, 1.0, 1.0, True, False))
     shown = of(cluster.receiver.until(2)[-1])
     assert shown["metrics"] == {"step": "7"} and "progressPercentage" not in shown
     status.ended("finished", 0, "")
@@ -151,14 +151,14 @@ def test_a_script_shows_its_steps_and_no_percentage_until_its_end(cluster: Clust
 def test_the_steps_of_a_task_since_its_last_log_line_are_shown(cluster: Cluster) -> None:
     status = cluster.start()
     cluster.receiver.until(1)
-    status.take(RunStarted(500, 100, 1000))
-    status.take(StepsDone(600, None, 0.0))
-    status.take(Heartbeat(0, 609, "train", "other", 0.0, 1.0, 1.0, True, False))
+    status.handle(RunStarted(500, 100, 1000))
+    status.handle(StepsDone(600, None, 0.0))
+    status.handle(Heartbeat(0, 609, "train", "other", 0.0, 1.0, 1.0, True, False))
     status.ended("failed", 1, "rank 1 was killed")
     status.flush(LIMIT, never)
     assert of(cluster.receiver.posted[-1])["metrics"]["step"] == "609"
     # Ranks that restart go back to an earlier step.
-    status.take(RunStarted(500, 100, 1000))
+    status.handle(RunStarted(500, 100, 1000))
     status.flush(LIMIT, never)
     assert of(cluster.receiver.posted[-1])["metrics"]["step"] == "500"
     status.close()
@@ -166,8 +166,8 @@ def test_the_steps_of_a_task_since_its_last_log_line_are_shown(cluster: Cluster)
 
 def test_a_failed_run_keeps_its_percentage(cluster: Cluster) -> None:
     status = cluster.start()
-    status.take(RunStarted(500, 100, 1000))
-    status.take(StepsDone(600, None, 0.0))
+    status.handle(RunStarted(500, 100, 1000))
+    status.handle(StepsDone(600, None, 0.0))
     status.ended("failed", 1, "rank 0 failed")
     status.flush(LIMIT, never)
     last = of(cluster.receiver.posted[-1])
@@ -179,7 +179,7 @@ def test_nothing_new_is_not_posted(cluster: Cluster) -> None:
     cluster.receiver.until(1)
     beat = Heartbeat(0, 0, "startup", "", 0.0, 1.0, 1.0, False, False)
     for _ in range(5):
-        status.take(beat)
+        status.handle(beat)
     time.sleep(2 * PAUSE)
     assert len(cluster.receiver.posted) == 1
 
@@ -192,7 +192,7 @@ def test_the_token_is_read_for_each_request(cluster: Cluster) -> None:
         new = cluster.token.with_name("new")
         new.write_text(f"token-{number + 1}")
         new.replace(cluster.token)
-        status.take(StepsDone(number, 1.0, 1.0))
+        status.handle(StepsDone(number, 1.0, 1.0))
     sent = [each.headers["authorization"] for each in cluster.receiver.until(5)]
     assert sent == [f"Bearer token-{number}" for number in range(1, 6)]
     assert cluster.receiver.posted[0].headers["content-type"] == "application/json"
@@ -221,7 +221,7 @@ def test_a_fault_that_passes_is_counted_and_the_end_arrives(
         status = cluster.start()
         began = time.monotonic()
         for step in range(1, 50):
-            status.take(StepsDone(step, 1.0, 1.0))
+            status.handle(StepsDone(step, 1.0, 1.0))
         assert time.monotonic() - began < 1, "no message waits"
         deadline = time.monotonic() + LIMIT
         while "failed" not in cluster.outcomes():

@@ -199,11 +199,11 @@ def test_a_launch_after_a_failed_one_tells_that_training_goes_on(
     receiver: Receiver, last: list[dict[str, Any]], cause: str | None
 ) -> None:
     sent = Sent(receiver, last)
-    sent.notices.take(beat(0, 7, True))  # of a rank of no generation of this launch
-    sent.notices.take(Event("world", 0.0, {"number": 1}))
+    sent.notices.handle(beat(0, 7, True))  # of a rank of no generation of this launch
+    sent.notices.handle(Event("world", 0.0, {"number": 1}))
     for step in (7, 8):
-        sent.notices.take(beat(0, step, step > 7))
-    sent.notices.take(beat(0, 9, True))
+        sent.notices.handle(beat(0, step, step > 7))
+    sent.notices.handle(beat(0, 9, True))
     sent.notices.flush(20, lambda: False)
     assert [each["event"] for each in receiver.bodies] == (["recovered"] if cause else [])
     assert cause is None or cause in receiver.bodies[0]["text"]

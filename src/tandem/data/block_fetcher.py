@@ -285,7 +285,7 @@ class _Work:
         self._full_until = 0.0
         """While the cache is full, only one thread at a time looks for room, because it lists the folder."""
 
-    def take(self, order: Order, blocks: list[StoredBlock]) -> None:
+    def handle(self, order: Order, blocks: list[StoredBlock]) -> None:
         """Carry out one order from the pipe."""
         with self._changed:
             if order == "need":
@@ -427,7 +427,7 @@ def main(arguments: list[str]) -> None:
         threading.Thread(target=work.run, name=f"block-{number}", daemon=True).start()
     for line in _received(sys.stdin.fileno(), int(rank)):
         order, blocks = json.loads(line)
-        work.take(order, [StoredBlock(*block) for block in blocks])
+        work.handle(order, [StoredBlock(*block) for block in blocks])
 
 
 def _received(pipe: int, rank: int) -> Iterator[bytes]:

@@ -112,7 +112,7 @@ def _run_connections(
             if not is_admitted(store, node.placement, patience, node.stop, was_in=budget.generations > 0):
                 # Node 0 exited while this node waited to be let in; connect to its successor.
                 continue
-            agent = NodeAgent(places.take(node, store, watchdog), store, watchdog, budget, places)
+            agent = NodeAgent(places.wait_for_place(node, store, watchdog), store, watchdog, budget, places)
             code, reason = agent.run_generations()
         except PlaceLostError:
             node.workers.kill()

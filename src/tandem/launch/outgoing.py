@@ -49,10 +49,10 @@ class Outgoing:
         if (endpoint := Endpoint.of(environ)) is not None:
             self._receivers.append(TrainerStatus(endpoint, settings.data.batch_size, count))
 
-    def take(self, message: Message) -> None:
+    def handle(self, message: Message) -> None:
         """Process a message of a rank or an event of this agent."""
         for each in self._receivers:
-            each.take(message)
+            each.handle(message)
 
     def ended(self, state: str, code: int, reason: str) -> None:
         """Send how the launch ended, without waiting for it; `state`: finished, stopped or failed."""

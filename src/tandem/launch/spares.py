@@ -84,7 +84,7 @@ class Places:
         """Record that a generation has started."""
         self.is_joining = False
 
-    def take(self, node: NodeContext, store: TCPStore, watchdog: Watchdog) -> NodeContext:
+    def wait_for_place(self, node: NodeContext, store: TCPStore, watchdog: Watchdog) -> NodeContext:
         """Wait until this node has a place; return its context with that node rank."""
         return node
 
@@ -133,12 +133,12 @@ class ElasticPlace(Places):
 
     def give_up(self, store: TCPStore) -> bool:
         self._is_out = True
-        # A lost store shows at the next poll, and `take` repeats this.
+        # A lost store shows at the next poll, and `wait_for_place` repeats this.
         with contextlib.suppress(RuntimeError):
             store.set(self._key, "1")
         return True
 
-    def take(self, node: NodeContext, store: TCPStore, watchdog: Watchdog) -> NodeContext:
+    def wait_for_place(self, node: NodeContext, store: TCPStore, watchdog: Watchdog) -> NodeContext:
         """Return the node, or wait until the job ends if this node was left out.
 
         Raises JobEndedError, StopRequestedError, StoreLostError.
@@ -192,7 +192,7 @@ class OwnPlace(Places):
         super().has_joined()
         self._has_run = True
 
-    def take(self, node: NodeContext, store: TCPStore, watchdog: Watchdog) -> NodeContext:
+    def wait_for_place(self, node: NodeContext, store: TCPStore, watchdog: Watchdog) -> NodeContext:
         """Wait until node 0 gives this node a place.
 
         Raises JobEndedError, StopRequestedError, StoreLostError.

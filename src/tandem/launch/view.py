@@ -204,8 +204,8 @@ class NodeView:
         assert self._journal is not None and self._history is not None
         self._journal.event(kind, **fields)
         event = Event(kind, time.time(), fields)
-        self._history.take(event)
-        self._outgoing.take(event)
+        self._history.handle(event)
+        self._outgoing.handle(event)
         if (cause := ledger.cause_of(kind, fields)) is not None:
             self._ledger.set_cause(cause)
         self._otel.event(kind, fields)
@@ -363,10 +363,10 @@ class NodeView:
     def receive(self, message: Message) -> None:
         """Handle a message from one of this node's ranks."""
         if self._history is not None:
-            self._history.take(message)
+            self._history.handle(message)
         if not isinstance(message, Event):  # a rank's events; those of this agent count
-            self._outgoing.take(message)
-        self._otel.take(message)
+            self._outgoing.handle(message)
+        self._otel.handle(message)
         match message:
             case Heartbeat():
                 self._beat(message)

@@ -55,7 +55,7 @@ class History:
         with self._lock:
             return max((int(point["step"]) for point in self._points[-2:]), default=0)
 
-    def take(self, message: Message) -> None:
+    def handle(self, message: Message) -> None:
         """Store the parts of a message that the page shows; ignore other messages."""
         with self._lock:
             match message:

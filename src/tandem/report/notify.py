@@ -112,7 +112,7 @@ class Notices:
         self._recovers_from = _how_the_last_launch_ended(known)
         self._begun = False
 
-    def take(self, message: Message) -> None:
+    def handle(self, message: Message) -> None:
         """Send a message if this is news; ignore it otherwise."""
         match message:
             case Heartbeat(0, step, trained=trained):

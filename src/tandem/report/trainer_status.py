@@ -95,7 +95,7 @@ class TrainerStatus:
         self._is_finished = False
         self._changed()
 
-    def take(self, message: Message) -> None:
+    def handle(self, message: Message) -> None:
         """Store the parts of a message that the endpoint gets, and post them soon."""
         with self._lock:
             before = (self._step, self._planned, dict(self._metrics))

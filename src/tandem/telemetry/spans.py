@@ -98,7 +98,7 @@ class Spans:
             self._generation = self._begin("generation", self._run, self._since, attributes)
             self._at = (0, now)
 
-    def take(self, message: Message, now: float) -> None:
+    def handle(self, message: Message, now: float) -> None:
         """Process a message of a rank."""
         with self._lock:
             if not self._generation:
@@ -238,10 +238,10 @@ class OtelFiles:
         if self._spans is not None:
             self._spans.started(self._now(), attributes)
 
-    def take(self, message: Message) -> None:
+    def handle(self, message: Message) -> None:
         """Process a message of a rank."""
         if self._spans is not None:
-            self._spans.take(message, self._now())
+            self._spans.handle(message, self._now())
 
     def ended(self) -> None:
         """End a generation."""
