@@ -166,7 +166,7 @@ class Sent:
 
 def test_each_event_is_told_once(receiver: Receiver) -> None:
     sent = Sent(receiver)
-    take = sent.notices.take
+    take = sent.notices.handle
     take(Event("world", 0.0, {"number": 1, "world_size": 2, "nodes": 2}))
     take(beat(0, 10, True))
     hang = {"rank": 1, "node": 1, "phase": "forward", "step": 10, "seconds": 12.0}
