@@ -1,7 +1,7 @@
 """Measure how fast samples stored in blocks are read: tandem, the formats' own readers, other libraries.
 
-    python benchmarks/block_reads.py [--rounds 5] [--samples 61440] [--bytes 2048] [--only PART ...]
-        [--json FILE]
+    python benchmarks/block_reads.py [--rounds 5] [--samples 61440] [--remote-samples 245760] [--bytes 2048]
+        [--only PART ...] [--json FILE]
 
 Without a model, and in one process. On this machine, with a warm page cache, tandem reads an epoch of tar
 shards, Parquet files and a dataset of Hugging Face `datasets` in its own shuffled order. The formats' own
@@ -10,7 +10,8 @@ readers read the same samples one after another. All yield the same Python value
 batch. Times are processor times, which equal wall times on an idle machine. (peer_programs/local_reads.py)
 
 Over http, each reader starts in a process of its own with an empty cache, shuffles as for training, and reads
-all samples once (peer_programs/remote_reads.py). The server waits before each answer, as an object store
+all samples once (peer_programs/remote_reads.py). The epoch has 2.6 times the samples of the blocks that tandem
+has open at a time, because an epoch that fits into these would be fetched before it is read. The server waits before each answer, as an object store
 does. Times are wall times from opening the data, without imports. A chunk, file or row group of a peer has
 the samples of one shard, and a shard of Mosaic Streaming has as many bytes.
 
@@ -332,10 +333,11 @@ def interpreter(asked: Path) -> tuple[str, str]:
 
 def measure(asked: argparse.Namespace) -> list[Row]:
     python, missing = interpreter(asked.peers_python)
-    samples = max(1, asked.samples // BATCH) * BATCH  # no batch is left incomplete
+    # No batch is left incomplete.
+    samples, remote = (max(1, each // BATCH) * BATCH for each in (asked.samples, asked.remote_samples))
     with tempfile.TemporaryDirectory(prefix="block-reads-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        if {"tar", "remote"} & set(asked.only):
+        if "tar" in asked.only:
             write_tar(folder, samples, asked.bytes)
         if {"parquet", "arrow"} & set(asked.only):
             write_rows(folder, samples)
@@ -343,8 +345,10 @@ def measure(asked: argparse.Namespace) -> list[Row]:
         for part in (each for each in LOCAL if each in asked.only):
             rows += measure_local(folder, python, part, asked.rounds, samples)
         if "remote" in asked.only:
-            write_parquet_of_tar(folder, samples, asked.bytes)
-            rows += measure_remote(folder, python, asked.rounds, samples, missing)
+            (far := folder / "remote").mkdir()
+            write_tar(far, remote, asked.bytes)
+            write_parquet_of_tar(far, remote, asked.bytes)
+            rows += measure_remote(far, python, asked.rounds, remote, missing)
     return rows
 
 
@@ -353,7 +357,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--samples", type=int, default=60 * SHARD_SAMPLES, help="of an epoch [61440]")
+    parser.add_argument("--samples", type=int, default=60 * SHARD_SAMPLES, help="on this machine [61440]")
+    parser.add_argument("--remote-samples", type=int, default=240 * SHARD_SAMPLES, help="over http [245760]")
     parser.add_argument("--bytes", type=int, default=2048, help="of a sample in the tar shards [2048]")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
     parser.add_argument("--peers-python", type=Path, default=PEERS_PYTHON, metavar="FILE")

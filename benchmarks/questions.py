@@ -29,7 +29,8 @@ QUESTIONS = (
         "block_reads.py",
         "block_reads.json",
         "Without a model, in one process. Tar shards of 1,024 samples, each 2 KB and a label. Parquet in row "
-        f"groups of 100 rows, and Arrow: a label and 16 floats.{BY_ROUND}",
+        "groups of 100 rows, and Arrow: a label and 16 floats. An epoch has 61,440 samples, over http "
+        f"245,760.{BY_ROUND}",
     ),
     Question(
         "Shards behind a faulty server",

@@ -1,6 +1,6 @@
 """Measure what a save costs ranks with shards: extra memory, and how long the step is blocked.
 
-    python benchmarks/sharded_saves.py [--gigabytes 1] [--ranks 4] [--trials 10] [--json FILE]
+    python benchmarks/sharded_saves.py [--gigabytes 1] [--ranks 4] [--trials 20] [--json FILE]
 
 The ranks are processes on this machine, over gloo. Model and AdamW state are sharded by fully_shard. tandem
 and torch.distributed.checkpoint's asynchronous save write the same state in turn. All ranks start a save
@@ -259,7 +259,7 @@ def main() -> int:
     )
     parser.add_argument("--gigabytes", type=float, default=1.0, help="of all ranks' state together")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--trials", type=int, default=10)
+    parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--folder", type=Path, help="where the checkpoints are; default is a temporary one")
     parser.add_argument("--json", type=Path, help="write the rows there, too")
     asked = parser.parse_args()

@@ -30,6 +30,8 @@ class Faults:
         self.stalling: set[str] = set()
         self.stalls_once = False
         self.no_ranges = False
+        self.in_chunks = False
+        """Answers come with `Transfer-Encoding: chunked`, without a length."""
         self.redirect_to = ""
         self.draw = random.Random(0)
 
@@ -99,6 +101,10 @@ class Handler(BaseHTTPRequestHandler):
             part[len(part) // 2] ^= 1
         self.send_response(206)
         self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(data)}")
+        if faults.in_chunks:
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            return self.chunks(bytes(part))
         self.send_header("Content-Length", str(len(part)))
         self.end_headers()
         self.body(name, bytes(part), "flipped" if flips else "whole", draws[1] < faults.share_resets)
@@ -123,6 +129,13 @@ class Handler(BaseHTTPRequestHandler):
         # Counted before it is sent, so that a client that has the answer finds it counted.
         self.count(kind, len(part))
         self.wfile.write(part)
+
+    def chunks(self, part: bytes) -> None:
+        self.count("whole", len(part))
+        for begin in range(0, len(part), 5000):
+            chunk = part[begin : begin + 5000]
+            self.wfile.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+        self.wfile.write(b"0\r\n\r\n")
 
     def count(self, kind: str, size: int = 0) -> None:
         with self.server.lock:

@@ -14,7 +14,8 @@ PROGRAM = Path(__file__).parents[2] / "benchmarks" / "block_reads.py"
 def test_readers_agree_and_missing_peers_are_rows(tmp_path: Path, processes: Any) -> None:
     pytest.importorskip("pyarrow")
     found = tmp_path / "found.json"
-    flags = ["--rounds", "1", "--samples", "512", "--peers-python", str(tmp_path / "none")]
+    flags = ["--rounds", "1", "--samples", "512", "--remote-samples", "512"]
+    flags += ["--peers-python", str(tmp_path / "none")]
     command = [sys.executable, str(PROGRAM), *flags, "--json", str(found)]
     code, said = processes.run(command, limit=280, cwd=tmp_path)
     assert code in (0, 1) and found.exists(), said

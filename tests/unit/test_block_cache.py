@@ -256,6 +256,23 @@ def test_redirects_are_followed(opened: Opening, server: RangeServer, shards: Pa
             RangeReader().read(f"{first.address}/0.tar", block.offset, block.length)
 
 
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_a_thread_reads_all_ranges_over_one_connection_into_one_memory(
+    opened: Opening, server: RangeServer, in_chunks: bool
+) -> None:
+    server.faults.in_chunks = in_chunks
+    reader, connections = RangeReader(), set[int]()
+    for _ in range(2):
+        for block in opened.blocks:
+            assert zlib.crc32(reader.read(block.address, block.offset, block.length)) == block.crc32
+            connections |= {id(each) for each in reader._local.open.values()}
+    assert len(connections) == 1
+    kept = reader.read(opened.blocks[0].address, 0, 512)
+    before = bytes(kept)
+    reader.read(opened.blocks[0].address, 512, 512)
+    assert bytes(kept) != before, "the docstring says so"
+
+
 def test_a_fetching_process_that_was_killed_ends_the_rank(opened: Opening, server: RangeServer) -> None:
     data = opened()
     check(data, [0])

@@ -371,7 +371,7 @@ class _Work:
                 raise
         return True
 
-    def _read(self, block: StoredBlock) -> bytes:
+    def _read(self, block: StoredBlock) -> memoryview:
         got = []
         for _ in range(WRONG_ANSWERS):
             data = self._reader.read(block.address, block.offset, block.length)

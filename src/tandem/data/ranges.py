@@ -77,8 +77,8 @@ class RangeReader:
         self._s3: Any = None
         self._lock = threading.Lock()
 
-    def read(self, address: str, offset: int, length: int) -> bytes:
-        """Return `length` >= 1 bytes from `offset` on.
+    def read(self, address: str, offset: int, length: int) -> memoryview:
+        """Return `length` >= 1 bytes from `offset` on, in memory that this thread's next call reuses.
 
         Raises ConfigError if the server refuses the range for good, and DataUnavailableError if no complete
         answer arrives within the deadline.
@@ -92,7 +92,7 @@ class RangeReader:
             return int(self._s3_call(address, lambda: client.info(address)["size"]))
         return self._repeated(address, "its size", 0, 1)[1]
 
-    def _repeated(self, address: str, what: str, offset: int, length: int) -> tuple[bytes, int]:
+    def _repeated(self, address: str, what: str, offset: int, length: int) -> tuple[memoryview, int]:
         end = time.monotonic() + self.deadline
         pause = BLOCK_BACKOFF_SECONDS
         while True:
@@ -116,7 +116,7 @@ class RangeReader:
             f"the last problem: {first_line(error)}"
         ) from error
 
-    def _once(self, address: str, offset: int, length: int, end: float) -> tuple[bytes, int]:
+    def _once(self, address: str, offset: int, length: int, end: float) -> tuple[memoryview, int]:
         """Return the range and the file's size after one request."""
         if urlsplit(address).scheme == "s3":
             return self._from_s3(address, offset, length)
@@ -129,7 +129,7 @@ class RangeReader:
                 location = response.getheader("Location")
                 if response.status not in REDIRECTS or not location:
                     size = _checked(response, address, offset, length)
-                    return _body(response, length, end), size
+                    return _body(response, self._memory(length), end), size
                 response.read()
             except BaseException:
                 # The next request would read the rest of this answer as its own.
@@ -155,6 +155,12 @@ class RangeReader:
         found[key].timeout = timeout
         return found[key]
 
+    def _memory(self, length: int) -> memoryview:
+        """Return memory of this thread. New memory for each answer would cost a page fault per 4 KiB."""
+        if len(self._local.__dict__.get("memory", b"")) < length:
+            self._local.memory = bytearray(length)
+        return memoryview(self._local.memory)[:length]
+
     def _drop(self, parts: SplitResult) -> None:
         connection = self._local.open.pop((parts.scheme, parts.netloc), None)
         if connection is not None:
@@ -166,12 +172,12 @@ class RangeReader:
             self._tls = self._tls or ssl.create_default_context()
             return self._tls
 
-    def _from_s3(self, address: str, offset: int, length: int) -> tuple[bytes, int]:
+    def _from_s3(self, address: str, offset: int, length: int) -> tuple[memoryview, int]:
         client = self._s3_client()
         data = self._s3_call(address, lambda: client.cat_file(address, start=offset, end=offset + length))
         if len(data) < length:
             raise _shorter(address, offset, length, f"{len(data)} bytes")
-        return bytes(data), 0
+        return memoryview(data), 0
 
     def _s3_call(self, address: str, call: Callable[[], Any]) -> Any:
         try:
@@ -236,19 +242,29 @@ def _checked(response: http.client.HTTPResponse, address: str, offset: int, leng
     return int(size) if size.isdigit() else 0
 
 
-def _body(response: http.client.HTTPResponse, length: int, end: float) -> bytes:
-    data = bytearray()
-    while len(data) < length:
+def _body(response: http.client.HTTPResponse, memory: memoryview, end: float) -> memoryview:
+    """Fill `memory` with the answer, and return it."""
+    # Most answers are received straight into `memory`; those sent in chunks have sizes in between.
+    is_plain = not response.chunked and response.length == len(memory)
+    got = 0
+    while got < len(memory):
         # A server that sends an occasional byte never reaches the socket's timeout.
         if time.monotonic() > end:
-            raise TimeoutError(f"only {len(data)} of {length} bytes arrived")
-        chunk = response.read1(min(CHUNK, length - len(data)))
-        if not chunk:
-            raise ConnectionResetError(f"the connection ended after {len(data)} of {length} bytes")
-        data += chunk
+            raise TimeoutError(f"only {got} of {len(memory)} bytes arrived")
+        part = memory[got : got + CHUNK]
+        if is_plain:
+            received = response.fp.readinto1(part)
+            response.length = len(memory) - got - received
+        else:
+            read = response.read1(len(part))
+            received = len(read)
+            part[:received] = read
+        if not received:
+            raise ConnectionResetError(f"the connection ended after {got} of {len(memory)} bytes")
+        got += received
     # Read the end of the answer, so that the connection can serve the next request.
     response.read()
-    return bytes(data)
+    return memory
 
 
 def _shorter(address: str, offset: int, length: int, got: str) -> ConfigError:
