@@ -10,10 +10,10 @@ readers read the same samples one after another. All yield the same Python value
 batch. Times are processor times, which equal wall times on an idle machine. (peer_programs/local_reads.py)
 
 Over http, each reader starts in a process of its own with an empty cache, shuffles as for training, and reads
-all samples once (peer_programs/remote_reads.py). The epoch has 2.6 times the samples of the blocks that tandem
-has open at a time, because an epoch that fits into these would be fetched before it is read. The server waits before each answer, as an object store
-does. Times are wall times from opening the data, without imports. A chunk, file or row group of a peer has
-the samples of one shard, and a shard of Mosaic Streaming has as many bytes.
+all samples once (peer_programs/remote_reads.py). An epoch has several times the samples that tandem fetches
+ahead. The server waits before each answer, as an object store does. Times are wall times from opening the
+data, without imports. A chunk, file or row group of a peer has the samples of one shard, and a shard of
+Mosaic Streaming has as many bytes.
 
 In a round all readers have their turn, each round beginning with another one. Ratios are of the same round,
 and the result is their median. Peers are installed from PyPI on first use, unless --peers-python names
