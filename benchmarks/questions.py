@@ -74,6 +74,13 @@ QUESTIONS = (
         "node_trials.json",
         "Over gloo, on one machine. A node is killed with its agent and started again at once.",
     ),
+    Question(
+        "A spare takes the place of a lost node",
+        "spare_trials.py",
+        "spare_trials.json",
+        "Over gloo, two nodes and a spare on one machine, steps of at least 20 ms.",
+        place="reliability.md#spares",
+    ),
     Question("From the command to the first step", "launch_cost.py", "launch_cost.json", CNN),
     Question(
         "Clock differences, second launches, secrets, signals", "trust_trials.py", "trust_*.json", SMALL
