@@ -52,7 +52,9 @@ class Job:
     def replace(self) -> Loss:
         """Kill the node that trains with node 0 once the other one waits, and start it again."""
         first = self.nodes[0]
-        first.until(lambda: "spare" in (self.state(1), self.state(2)), "spare", LIMIT_SECONDS)
+        # A node that has just taken a place may still be shown as a spare.
+        states = ["spare", "train"]
+        first.until(lambda: sorted(map(self.state, (1, 2))) == states, "spare", LIMIT_SECONDS)
         trains = 2 if self.state(1) == "spare" else 1
 
         def kill() -> LiveRun:
