@@ -22,8 +22,8 @@ from node_trials import FLAGS, LIMIT_SECONDS, Loss, loss_of, outcome, undisturbe
 from table import Row, finish
 
 MOST_SECONDS = 2.0
-STEPS_PER_TRIAL = 600
-"""A node that is started again needs about 6 s until it waits, at about 25 ms per step of the others."""
+STEPS_PER_TRIAL = 250
+"""A node that is started again waits after about 3 s. Meanwhile, the others need about 25 ms per step."""
 
 
 class Job:
