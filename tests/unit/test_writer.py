@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
+from tandem.checkpoint import writer as writers
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.store import CheckpointStore
 from tandem.checkpoint.writer import CheckpointWriter, PendingScores, SaveOutcome
@@ -49,3 +51,19 @@ def test_a_save_waits_for_its_scores_with_the_manifest_alone(tmp_path: Path) -> 
     writer.wait()
     assert store.steps() == [1] and store.scores(1) == {"accuracy": 0.5}
     assert writer.last_step == 1
+
+
+def test_a_state_that_cannot_be_rebuilt_from_its_copies_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It happens in the writer's thread, where an exception alone would be lost, and the save with it."""
+
+    def fails(*_: object) -> None:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(writers, "unflatten", fails)
+    writer = CheckpointWriter(CheckpointStore(tmp_path), Retention(2), 0)
+    writer.save(1, {"weight": torch.ones(3)}, {})
+    with pytest.raises(MemoryError):
+        writer.wait()
+    assert writer.last_step is None

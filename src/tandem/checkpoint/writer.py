@@ -150,7 +150,12 @@ class CheckpointWriter:
 
         def write() -> None:
             returns.wait()  # otherwise it would hold Python's lock, and the caller would wait 5 ms for it
-            self._write(step, rebuild(copies), info, began, held)
+            try:
+                copied = rebuild(copies)
+            except BaseException as error:
+                self._error = error
+                return
+            self._write(step, copied, info, began, held)
 
         # The thread is no daemon, so that Python does not exit in the middle of a save.
         self._thread = threading.Thread(target=write, name="tandem-checkpoint")

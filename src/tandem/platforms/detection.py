@@ -5,7 +5,7 @@ Each platform is one module of this package, which is discovered automatically. 
     ORDER                         when it is checked: the first that detects itself is used
     VARIABLE_NAMES                its variables for the values that all platforms have
     detect(environ) -> bool       whether this process runs on it
-    read(env) -> Placement      the position; raises ConfigError
+    read(env) -> Placement        the position; raises ConfigError
 
 The order is from the most specific platform to the most general: what may run inside another is checked
 before it. A comment next to each ORDER has the reason. No two are equal.
