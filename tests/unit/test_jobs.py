@@ -1,8 +1,10 @@
 """What keeps jobs of one scheduler apart: run directories of array tasks, restarts, and the store's owner."""
 
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -52,6 +54,20 @@ def test_two_tasks_of_an_array_never_share_a_run_directory(tmp_path: Path) -> No
     taken(settings_of(Path("/proc/nothing")), other)  # the volume need not be there
     with pytest.raises(ConfigError, match="cannot write to the run directory"):
         taken(settings_of(Path("/proc/nothing")), task_of_array(1))
+
+
+def test_nodes_of_a_task_that_start_at_once_are_of_that_task(tmp_path: Path) -> None:
+    """A file that is created and then written is empty for a moment: a node was refused by its own task."""
+    together = Barrier(2)
+
+    def start(node: int) -> None:
+        placement = replace(task_of_array(1), node_rank=node)
+        for number in range(400):
+            together.wait()
+            taken(settings_of(tmp_path / str(number)), placement)
+
+    with ThreadPoolExecutor(2) as nodes:
+        list(nodes.map(start, range(2)))
 
 
 def test_a_requeued_job_goes_on_though_it_began_with_never(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from tandem import layout
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.checkpoint.listing import is_finished
+from tandem.checkpoint.storage.lease_records import create_whole
 from tandem.config import Settings
 from tandem.errors import ConfigError
 from tandem.platforms.detection import Placement
@@ -65,14 +66,12 @@ def adjust_for_job(run: RunDir, settings: Settings, placement: Placement) -> Set
 
 
 def _write_once(note: Path, text: str) -> str:
-    """Write `text` to the file `note` unless it exists; return the file's content."""
-    note.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with note.open("x", encoding="ascii") as file:  # exclusive creation works on NFS, too
-            file.write(text)
-        return text
-    except FileExistsError:
-        return note.read_text(encoding="ascii")
+    """Write `text` to the file `note` unless it exists; return the file's content.
+
+    All nodes do this at once. None may find the file of another one empty.
+    """
+    create_whole(note, text.encode())
+    return note.read_text(encoding="ascii")
 
 
 def prepare_run_dir(run: RunDir, settings: Settings, lease: Lease, decision: ResumeDecision | None) -> None:

@@ -73,29 +73,8 @@ class FolderLeaseRecords:
         return None
 
     def create(self, number: int, content: bytes) -> bool:
-        """Create the record as a hard link to a finished file, so that readers see all of it or nothing."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        target = self._path(number)
-        whole = self._folder / f".tmp-{target.name}-{secrets.token_hex(8)}"
-        try:
-            _write_new(whole, content)
-            try:
-                os.link(whole, target)
-            except FileExistsError:
-                return self.read(number) == content  # NFS may report this for a link that succeeded
-            except OSError:  # no hard links here; file systems report that with different errors
-                return self._create_exclusively(target, content)
-            return True
-        finally:
-            whole.unlink(missing_ok=True)
-
-    def _create_exclusively(self, target: Path, content: bytes) -> bool:
-        try:
-            # A reader may see a part of this record, which a hard link prevents elsewhere.
-            _write_new(target, content)
-        except FileExistsError:
-            return False
-        return True
+        # NFS may report a link that succeeded as one that existed.
+        return create_whole(self._path(number), content) or self.read(number) == content
 
     def rewrite(self, number: int, content: bytes) -> None:
         descriptor = os.open(self._path(number), os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -112,6 +91,35 @@ class FolderLeaseRecords:
             for folder in (self._folder, self._folder.parent):
                 with suppress(OSError):
                     folder.rmdir()
+
+
+def create_whole(path: Path, content: bytes) -> bool:
+    """Create a file that readers see with all of its content or not at all, unless it exists.
+
+    It is a hard link to a finished file. Returns False if the path exists. Raises OSError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.with_name(f".tmp-{path.name}-{secrets.token_hex(8)}")
+    try:
+        _write_new(whole, content)
+        try:
+            os.link(whole, path)
+        except FileExistsError:
+            return False
+        except OSError:  # no hard links here; file systems report that with different errors
+            return _create_exclusively(path, content)
+        return True
+    finally:
+        whole.unlink(missing_ok=True)
+
+
+def _create_exclusively(path: Path, content: bytes) -> bool:
+    try:
+        # A reader may see a part of this file, which a hard link prevents elsewhere.
+        _write_new(path, content)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _write_new(path: Path, content: bytes) -> None:
