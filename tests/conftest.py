@@ -1,5 +1,6 @@
 """What all tests share: workers, honest skips, free ports, and processes that never outlive their test."""
 
+import gc
 import itertools
 import os
 import signal
@@ -31,6 +32,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# A process that a test forks has none of this one's threads. If it collected what an earlier test has left, a
+# destructor could wait for one of them forever, or abort: that of torch's store does.
+os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze)
 
 DEFAULT_LIMIT_SECONDS = 100.0  # below pytest-timeout's 120, so that the process is named, not the test
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))

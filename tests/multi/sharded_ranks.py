@@ -58,7 +58,7 @@ class Trainer:
     """One rank, of any strategy; its state is a `CheckpointSource`."""
 
     has_per_rank_state = False
-    differs = False
+    has_rank_0_tensors = False
 
     def __init__(self, start: RankStart, folder: Path, name: str) -> None:
         self.grant = start.grant

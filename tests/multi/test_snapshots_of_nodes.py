@@ -38,15 +38,15 @@ class Learner:
     has_per_rank_state = False
 
     def __init__(self, rank: int, differs: bool = True) -> None:
-        self.rank, self.differs = rank, differs
+        self.rank, self.has_rank_0_tensors = rank, differs
         self.step = 0
 
     def full_state(self) -> dict[str, Any]:
-        own = {"mean": torch.full((3,), 10.0 * self.step + self.rank)} if self.differs else {}
+        own = {"mean": torch.full((3,), 10.0 * self.step + self.rank)} if self.has_rank_0_tensors else {}
         return {"model": {"w": torch.full((5, 7), float(self.step)), **own}}
 
     def rank_0_indices(self, state: Any) -> frozenset[int]:
-        return frozenset({1} if self.differs else ())
+        return frozenset({1} if self.has_rank_0_tensors else ())
 
 
 class Node:
