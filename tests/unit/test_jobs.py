@@ -1,5 +1,6 @@
 """What keeps jobs of one scheduler apart: run directories of array tasks, restarts, and the store's owner."""
 
+import errno
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from patience import patient
+from tandem.checkpoint.storage import lease_records
 from tandem.config import Settings
 from tandem.distributed.devices import choose_devices
 from tandem.errors import ConfigError, PeerLostError
@@ -58,7 +61,7 @@ def test_two_tasks_of_an_array_never_share_a_run_directory(tmp_path: Path) -> No
 
 def test_nodes_of_a_task_that_start_at_once_are_of_that_task(tmp_path: Path) -> None:
     """A file that is created and then written is empty for a moment: a node was refused by its own task."""
-    together = Barrier(2)
+    together = Barrier(2, timeout=patient(20))
 
     def start(node: int) -> None:
         placement = replace(task_of_array(1), node_rank=node)
@@ -149,3 +152,17 @@ def test_a_rank_takes_the_gpu_that_is_its_own(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1 if device == 0 else 2)
     position = Position(local_rank=local_rank, device=device)
     assert choose_devices("auto", position.gpu)[0].index == (local_rank if device is None else 0)
+
+
+def test_a_task_that_comes_back_to_a_full_volume_reads_whose_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken(settings_of(tmp_path), task_of_array(1))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(lease_records, "_write_new", full)
+    assert taken(settings_of(tmp_path), task_of_array(1, restarts=1)) == settings_of(tmp_path)
+    with pytest.raises(ConfigError, match="belongs to task 1"):
+        taken(settings_of(tmp_path), task_of_array(2))

@@ -166,16 +166,16 @@ class Sent:
 
 def test_each_event_is_told_once(receiver: Receiver) -> None:
     sent = Sent(receiver)
-    take = sent.notices.handle
-    take(Event("world", 0.0, {"number": 1, "world_size": 2, "nodes": 2}))
-    take(beat(0, 10, True))
+    handle = sent.notices.handle
+    handle(Event("world", 0.0, {"number": 1, "world_size": 2, "nodes": 2}))
+    handle(beat(0, 10, True))
     hang = {"rank": 1, "node": 1, "phase": "forward", "step": 10, "seconds": 12.0}
     for _ in range(2):
-        take(Event("hang", 0.0, hang))
-    take(Event("recovered", 0.0, {"cause": "rank 1 on node 1 hung", "seconds": 2.0, "steps_lost": 3}))
-    take(Event("rank_killed", 0.0, {"rank": 0, "node": 0, "signal": "SIGKILL", "steps_lost": 0}))
-    take(Event("recovered", 0.0, {"cause": "a node joined", "seconds": 1.0}))
-    take(beat(0, 20, True))
+        handle(Event("hang", 0.0, hang))
+    handle(Event("recovered", 0.0, {"cause": "rank 1 on node 1 hung", "seconds": 2.0, "steps_lost": 3}))
+    handle(Event("rank_killed", 0.0, {"rank": 0, "node": 0, "signal": "SIGKILL", "steps_lost": 0}))
+    handle(Event("recovered", 0.0, {"cause": "a node joined", "seconds": 1.0}))
+    handle(beat(0, 20, True))
     sent.notices.ended("failed", 1, "rank 1 on node 1 failed: password hunter2-hunter2")
     sent.notices.flush(20, lambda: False)
     assert [(each["event"], each["rank"], each["step"]) for each in receiver.bodies] == [

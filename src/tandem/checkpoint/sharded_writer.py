@@ -67,10 +67,10 @@ class ShardedWriter(CheckpointWriter):
         self._hurried = threading.Event()
         self._until = float("inf")
 
-    def _taken_apart(self, state: Mapping[str, Any]) -> tuple[list[Tensor], Rebuild]:
-        """Take this rank's shards apart from the rest, which only rank 0 writes."""
+    def _split_tensors(self, state: Mapping[str, Any]) -> tuple[list[Tensor], Rebuild]:
+        """Return this rank's shards, too; only rank 0 writes the rest of the state."""
         rest, parts = divided(state)
-        tensors, rebuild_rest = super()._taken_apart(rest if self._rank == 0 else {})
+        tensors, rebuild_rest = super()._split_tensors(rest if self._rank == 0 else {})
         before = len(tensors)
         heads = [(name, part[SHARD]) for name, part in parts.items()]
 

@@ -143,7 +143,7 @@ class CheckpointWriter:
         began = time.monotonic()
         # There is one set of buffers, and the previous save still reads it.
         self.wait()
-        tensors, rebuild = self._taken_apart(state)
+        tensors, rebuild = self._split_tensors(state)
         copies = self._buffers.copy(tensors)
         held = time.monotonic() - began
         returns = threading.Event()
@@ -162,7 +162,7 @@ class CheckpointWriter:
         self._thread.start()
         returns.set()
 
-    def _taken_apart(self, state: Mapping[str, Any]) -> tuple[list[Tensor], Rebuild]:
+    def _split_tensors(self, state: Mapping[str, Any]) -> tuple[list[Tensor], Rebuild]:
         """Return the tensors to copy, and a function that rebuilds the state from the copies.
 
         Training waits for this call, but not for that function.

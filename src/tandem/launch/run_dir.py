@@ -70,7 +70,8 @@ def _write_once(note: Path, text: str) -> str:
 
     All nodes do this at once. None may find the file of another one empty.
     """
-    create_whole(note, text.encode())
+    if not note.exists():  # on a full volume, a job that comes back can still read it
+        create_whole(note, text.encode())
     return note.read_text(encoding="ascii")
 
 

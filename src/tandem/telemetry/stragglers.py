@@ -17,8 +17,7 @@ from tandem.telemetry.metrics import Sample
 from tandem.timeouts import NAME_SECONDS
 
 MARK_RATIO = 1.2
-"""A rank is marked if its quick steps take this many times as long as the median rank's; see
-`compare_ranks`."""
+"""A rank is marked if its quick steps take at least this many times those of the median rank."""
 MARK_SHARE = 0.05
 """The extra time of a marked rank is at least this share of a step; less is not worth reporting."""
 NAMED_ABOVE = 0.65

@@ -31,6 +31,7 @@ from tandem.torch_private import FakeTensors
 log = logging.getLogger("tandem.run")
 
 ROWS = (Shard(0),)
+"""The placements of a tensor whose rows are sharded."""
 
 
 class FSDPStrategy(single.SingleStrategy):
