@@ -15,7 +15,7 @@ from pathlib import Path
 
 from snapshot_cost import Run, spread, trained
 from table import Row, finish
-from tandem.training.replay import COST, SHORTEST_SECONDS
+from tandem.training.rank_checks import COST, SHORTEST_SECONDS
 
 EVERY = 10
 MEGABYTES = 20

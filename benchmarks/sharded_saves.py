@@ -32,9 +32,9 @@ from torch.distributed.checkpoint import async_save
 from table import Row, finish
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.sharded import read_rows, read_state
-from tandem.checkpoint.sharded_writer import ShardedWriter
 from tandem.checkpoint.state import flatten
 from tandem.checkpoint.store import CheckpointStore
+from tandem.checkpoint.writer import ShardedWriter
 from tandem.distributed import strategy as strategies
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.group_store import StoreNotices

@@ -22,8 +22,8 @@ if __name__ == "__main__":  # not in the processes that an agent starts, which i
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     from tandem.cli import main
-    from tandem.launch import membership
+    from tandem.launch import rendezvous_state
 
-    dynamic_rendezvous.datetime = membership.datetime = Shifted
+    dynamic_rendezvous.datetime = rendezvous_state.datetime = Shifted
     time.time = lambda: true_time() + seconds
     sys.exit(main())

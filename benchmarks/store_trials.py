@@ -25,7 +25,7 @@ from tandem.checkpoint.store import CheckpointStore
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
 from trials.power import SESSIONS, Promise, failing_fsyncs, lose_power, lose_power_in  # noqa: E402
-from trials.store import SCENARIOS, Row, Scenario, judge, scratch, state, store_in  # noqa: E402
+from trials.store import SCENARIOS, Row, Scenario, judge, newest_valid, scratch, state, store_in  # noqa: E402
 from trials.system_calls import can_trace, mark, points, trace  # noqa: E402
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ def _rot_row(store: CheckpointStore, path: Path, name: str, count: int) -> Row:
     for trial in range(count):
         file, raw = files[trial % len(files)]
         with damaged(file, raw, name, dice):
-            newest = store.newest_valid(lambda step, problem: None)
+            newest = newest_valid(store, lambda step, problem: None)
         if newest is None or newest[0] != 100:
             found["silent" if newest else "lost"] += 1
         else:

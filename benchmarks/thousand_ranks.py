@@ -32,8 +32,7 @@ from table import Row, finish
 from tandem.config.slices import LaunchConfig
 from tandem.data.sampler import STEPS_AT_ONCE, GlobalOrder
 from tandem.distributed.consensus import ConsensusReader, pack, proposal_slots
-from tandem.launch.membership import LastCall
-from tandem.launch.rendezvous_state import STATE_KEY, WatchfulBackend, poll_intervals
+from tandem.launch.rendezvous_state import STATE_KEY, LastCall, WatchfulBackend, poll_intervals
 from tandem.launch.watchdog import NODES_AT_ONCE, Watchdog, _NodeBeats
 from tandem.platforms.detection import detect
 from tandem.telemetry import metrics

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tandem.errors import KILLED, MISCONFIGURED, is_own, job_code
-from tandem.platforms.replica import NOTES
+from tandem.platforms.compose import NOTES
 
 
 class Waits(NamedTuple):

@@ -1,5 +1,5 @@
 """Starts `python -m tandem` as a fork of a process that has imported torch: most of such a program's time.
-So does `Forked` a script for the audit, `[sys.executable, "FILE.py", ...]`.
+So does `Forked` a script, `[sys.executable, "FILE.py", ...]`, also for the audit.
 
 Such a process shares with others the modules of other packages, and the seed of hashes; tandem's own are
 imported in each. A program whose environment has a say in what an import does starts as a new interpreter,
@@ -8,6 +8,7 @@ and so does one that imports no torch. With TEST_FORKS=0 (make soak) all do.
 
 import atexit
 import ctypes
+import gc
 import importlib
 import io
 import os
@@ -18,6 +19,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,10 @@ READ_BY_IMPORTS = (
 )  # fmt: skip
 IMPORTS = "TEST_FORKS_IMPORT"
 """The variable with the names of further modules that the process imports before it forks."""
+FOLDER = "TANDEM_AUDIT_STEPS"
+"""The variable that the audit sets for its programs; `tandem` is not imported for its name."""
+SOURCE = str(Path(__file__).parents[1] / "src")
+"""In PYTHONPATH it changes nothing: tandem is imported from there anyway."""
 ROOM = 64 * 1024  # for the environment, and for the words, of the process as proc(5) shows them
 PADDING = "ROOM_FOR_THE_ENVIRONMENT"
 START = "import sys; sys.path.insert(0, sys.argv.pop(1)); import forked; forked.run(*forked.serve())"
@@ -54,7 +60,10 @@ def may_be_forked(command: Sequence[str], options: Mapping[str, Any]) -> bool:
 
 
 def _of_imports(environ: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environ.items() if name.startswith(READ_BY_IMPORTS)}
+    found = {name: value for name, value in environ.items() if name.startswith(READ_BY_IMPORTS)}
+    named = filter(None, found.pop("PYTHONPATH", "").split(os.pathsep))
+    places = [place for place in map(os.path.abspath, named) if place != SOURCE]
+    return found | ({"PYTHONPATH": os.pathsep.join(places)} if places else {})
 
 
 def _block(environ: Mapping[str, str]) -> bytes:
@@ -169,6 +178,7 @@ def _import() -> None:
 
     The only threads after it are those of NumPy's BLAS, which starts them anew after a fork.
     """
+    gc.disable()  # nothing is garbage, and looking for it takes a fifth of the time
     import pydantic  # noqa: F401
     import torch.distributed.elastic.agent.server.local_elastic_agent
     import torch.nn.parallel
@@ -182,11 +192,14 @@ def _import() -> None:
         importlib.import_module(name)
     for name in [name for name in sys.modules if name.partition(".")[0] == "tandem"]:
         del sys.modules[name]
+    gc.freeze()  # a collection in a process that is forked would write to all pages, and so copy them
+    gc.enable()
 
 
 def run(words: list[str], cwd: str, environ: dict[str, str], fds: list[int]) -> None:
     """Be `python -m tandem` with these words, in this folder, with these for 0, 1 and 2."""
     os.setsid()
+    atexit.register(gc.unfreeze)  # a normal end of Python destroys what a new interpreter's would
     for place, fd in enumerate(fds):
         os.dup2(fd, place)
     os.closerange(3, 1 << 16)
@@ -212,6 +225,8 @@ def run(words: list[str], cwd: str, environ: dict[str, str], fds: list[int]) -> 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = [words[0], *words[3:]]
     sys.path[0] = cwd
+    named = [place for place in environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+    sys.path[1:1] = [place for place in named if place not in sys.path]
     import runpy
 
     run: Any = runpy
@@ -219,14 +234,25 @@ def run(words: list[str], cwd: str, environ: dict[str, str], fds: list[int]) -> 
         _observe(environ)
         sys.argv = words[1:]
         runpy.run_path(words[1], run_name="__main__")
-        return
+        _end()
     run._run_module_as_main("tandem")
 
 
+def _end() -> None:
+    """Do what Python does at its end, but destroy no modules: for torch, that takes seconds."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def _observe(environ: Mapping[str, str]) -> None:
-    """Install what the audit's sitecustomize would have installed when the script imports torch."""
+    """Install what the audit's sitecustomize would have installed when a script of it imports torch."""
+    if FOLDER not in environ:
+        return
     import torch
 
-    from tandem.verify.audit_observer import FOLDER, install
+    from tandem.verify.audit_observer import install
 
     install(torch, environ[FOLDER])

@@ -316,8 +316,8 @@ class Trial:
 
     def page(self, runs: Sequence[Path]) -> None:
         """Each run alone, and all of them beside a good one, which has to be there."""
-        from tandem.report.access import Access
         from tandem.report.report import ReportServer
+        from tandem.report.web import Access
 
         server = ReportServer([self.outside.good, *runs], "127.0.0.1", 0, Access())
         try:

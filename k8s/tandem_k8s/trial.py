@@ -4,8 +4,7 @@ import shutil
 import subprocess
 
 from tandem import shipped
-from tandem.kubernetes.cluster import OPERATOR, Target, apply, ask
-from tandem.kubernetes.following import logs
+from tandem.kubernetes.cluster import OPERATOR, Target, apply, ask, logs
 from tandem.kubernetes.render import DEFAULT_IMAGE, GET_KUBECTL, UsageError, render
 
 OPERATOR_SECONDS = 300

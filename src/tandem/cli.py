@@ -3,6 +3,7 @@
 `tandem --help` and `tandem health` therefore need no torch and take milliseconds.
 """
 
+import errno
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,9 +11,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from tandem import __version__
-from tandem.errors import FINISHED, ConfigError, TandemError
+from tandem.errors import FAILED, FINISHED, ConfigError, TandemError
 from tandem.text import did_you_mean, nearest
-from tandem.verbs import host, k8s, live, runs, tasks
+from tandem.verbs import host, live, runs, tasks
 from tandem.verbs.verb import Environment, Verb
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
     from tandem.config import Parser
 
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+TRAINING = ("launch", "train")
+"""Verbs whose exit code is that of the training, whatever becomes of their output."""
 HELP = """tandem: fault-tolerant multi-node PyTorch training.
 
 {verbs}
@@ -61,8 +65,17 @@ def main() -> None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `| head` has read enough
         code = 141  # like a program that SIGPIPE ends
-    with suppress(OSError):  # the terminal was closed
+    except OSError as error:
+        # A traceback of the user's own code says more than this line.
+        if error.errno not in NO_SPACE or verb in TRAINING:
+            raise
+        code = _output_lost(error)
+    try:
         sys.stdout.flush()
+    except OSError as error:  # or the terminal was closed, which is no error
+        if error.errno in NO_SPACE and code == FINISHED and verb not in TRAINING:
+            code = _output_lost(error)
+    with suppress(OSError):
         sys.stderr.flush()
     if "torch" in sys.modules:
         from tandem.json_output import drain
@@ -70,6 +83,13 @@ def main() -> None:
         drain()  # at a normal exit of the interpreter, atexit calls it
         os._exit(code)  # threads of gloo and of the store abort some interpreters at a normal exit
     sys.exit(code)
+
+
+def _output_lost(error: OSError) -> int:
+    """Say that the output is incomplete, discard what is left of it, and return the exit code."""
+    print(f"tandem: the output is incomplete: {error.strerror}; free space and repeat", file=sys.stderr)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return FAILED
 
 
 def _open_closed_streams() -> None:
@@ -117,12 +137,19 @@ def run(verb: str, words: Sequence[str], environ: Environment) -> int:
         return FINISHED
     if verb == "health" and not words:  # probes call it every few seconds, so it builds no parser
         return host.health(None, environ)
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigError("the current directory was deleted; type `cd` and one that exists") from error
     options = parser_of(verb).read(words)
     options.program = program
     if name := getattr(options, "log_level", None):
         from tandem.log import LEVEL_VARIABLE
 
         os.environ[LEVEL_VARIABLE] = name  # for all processes of the run
+    from tandem.process import allow_open_files
+
+    allow_open_files()  # for all processes that the verb starts
     return VERBS[verb].run(options, environ)
 
 
@@ -130,10 +157,10 @@ def parser_of(verb: str, is_short: bool = False) -> "Parser":
     """Return the parser of a verb, which also formats its help; `is_short` is for `-h`."""
     from tandem.config import Parser
 
-    _, usage, summary, add_options, takes_settings = VERBS[verb]
-    parser = Parser(verb, usage, summary, takes_settings, is_short)
-    if add_options is not None:
-        add_options(parser)
+    found = VERBS[verb]
+    parser = Parser(verb, found.usage, found.summary, found.takes_settings, is_short)
+    if found.add_options is not None:
+        found.add_options(parser)
     return parser
 
 
@@ -173,9 +200,8 @@ VERBS: Mapping[str, Verb] = {
     **runs.VERBS,
     **live.VERBS,
     **host.VERBS,
-    **k8s.VERBS,
     "completion": Verb(
-        completion, "bash|zsh|fish", "print a completion script for your shell", _completion_options, False
+        completion, "bash|zsh|fish", "print a completion script for your shell", _completion_options
     ),
 }
 

@@ -147,7 +147,6 @@ def write_on(source: int, to: int, node: int, marker: bytes, drained: Callable[[
 
 
 def is_record(line: bytes) -> bool:
-    """Return whether a line is already a JSON object."""
     if not line.startswith(b"{"):
         return False
     try:

@@ -1,9 +1,12 @@
 """Use kernel services for processes: prctl(2), /proc, control groups; control Python's search path."""
 
 import ctypes
+import fcntl
 import gc
 import os
+import resource
 import signal
+import stat
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
@@ -16,6 +19,9 @@ PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 ENDED = ("Z", "X", "x")
+MOST_OPEN_FILES = 65_536
+"""Enough for batches of thousands of tensors. It is no more, because some programs close all possible files
+one by one."""
 
 
 def name_process(name: str) -> None:
@@ -39,6 +45,28 @@ def without_collection() -> Iterator[None]:
         gc.freeze()
         if is_enabled:
             gc.enable()
+
+
+def allow_open_files() -> int:
+    """Raise this process's limit of open files up to MOST_OPEN_FILES, if its hard limit allows it; return it.
+
+    Processes that it starts inherit the limit. Many shells set 1,024, and a loader process sends each tensor
+    of a batch as an open file.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= most:
+        return soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most
+
+
+def open_files(pid: int) -> int:
+    """Return the number of files that a process has open; 0 if it is gone or belongs to another user."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/fd"))
+    except OSError:
+        return 0
 
 
 def end_with_parent(number: int) -> None:
@@ -212,6 +240,42 @@ def close_device_files() -> None:
         with suppress(OSError):  # the listing's own descriptor is closed by now
             if os.readlink(f"/proc/self/fd/{name}").startswith(DEVICE_FILES):
                 os.close(int(name))
+
+
+class ReadFile(NamedTuple):
+    """A file that this process has open for reading. `flags` are those of open(2)."""
+
+    descriptor: int
+    flags: int
+    offset: int
+
+
+def files_read_here() -> list[ReadFile]:
+    """Return the regular files that this process has open only for reading, for `reopen` after a fork."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the listing's own descriptor is closed by now
+            flags = fcntl.fcntl(int(name), fcntl.F_GETFL)
+            is_read = flags & (os.O_ACCMODE | os.O_PATH) == os.O_RDONLY
+            if is_read and stat.S_ISREG(os.fstat(int(name)).st_mode):
+                found.append(ReadFile(int(name), flags, os.lseek(int(name), 0, os.SEEK_CUR)))
+    return found
+
+
+def reopen(files: Iterable[ReadFile]) -> None:
+    """Give this forked process its own position in `files`, which the process that forked it has listed.
+
+    A fork copies descriptors but not positions: of two processes that seek and read, each would read what the
+    other has sought.
+    """
+    for each in files:
+        # Opening fails if this user may no longer read the file; its position then stays shared.
+        with suppress(OSError):
+            # Through /proc, because the file may have been renamed or deleted.
+            again = os.open(f"/proc/self/fd/{each.descriptor}", each.flags)
+            os.lseek(again, each.offset, os.SEEK_SET)
+            os.dup2(again, each.descriptor, inheritable=os.get_inheritable(each.descriptor))
+            os.close(again)
 
 
 SAFE_PATH = "PYTHONSAFEPATH"

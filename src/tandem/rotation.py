@@ -29,7 +29,6 @@ PAUSE_SECONDS = 0.005
 
 
 def older(path: Path) -> Path:
-    """Return the path of the previous file."""
     return path.with_name(path.name + OLDER)
 
 

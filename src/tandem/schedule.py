@@ -6,7 +6,6 @@ one.
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -112,50 +111,30 @@ def scale_lr(lr: float, rule: LrScaling, batch_size: int, base_batch_size: int) 
 
     linear: Goyal et al. 2017 (SGD). sqrt: Krizhevsky 2014, arXiv:1404.5997. See `scaling_of`.
     """
-    if batch_size < 1 or base_batch_size < 1:
-        raise ValueError(f"batch sizes {batch_size} and {base_batch_size}: expected integers >= 1")
+    if rule == "none":
+        return lr
     ratio = batch_size / base_batch_size
-    match rule:
-        case "none":
-            return lr
-        case "linear":
-            return lr * ratio
-        case "sqrt":
-            return lr * math.sqrt(ratio)
-    raise ValueError(f"learning-rate scaling: invalid value {rule!r}; expected none, linear or sqrt")
+    return lr * (math.sqrt(ratio) if rule == "sqrt" else ratio)
 
 
 def learning_rate(
-    step: int,
-    *,
-    peak: float,
-    warmup_steps: int,
-    steps_planned: int,
-    schedule: LrSchedule,
-    final: float = 0.0,
-    milestones: Sequence[float] = STEP_MILESTONES,
-    factor: float = STEP_FACTOR,
+    step: int, *, peak: float, warmup_steps: int, steps_planned: int, schedule: LrSchedule
 ) -> float:
     """Return the learning rate of the next optimizer step (`step` counts from 0).
 
     Warm-up: 1/n, 2/n, ... 1 of the peak, so that no step has rate 0 and the last one has the peak (Goyal et
-    al. 2017, section 2.2). After it, linear and cosine fall toward `final`, which the step after the last
-    planned one would reach; "step" multiplies by `factor` at each of the `milestones` (fractions of the
-    planned steps). Beyond the plan, the rate keeps its last value.
+    al. 2017, section 2.2). After it, linear and cosine fall toward 0, which the step after the last planned
+    one would reach; "step" multiplies by STEP_FACTOR at each of STEP_MILESTONES (fractions of the planned
+    steps). Beyond the plan, the rate keeps its last value.
     """
     if step < warmup_steps:
         return peak * ((step + 1) / warmup_steps)
     progress = min(1.0, (step - warmup_steps) / max(1, steps_planned - warmup_steps))
-    match schedule:
-        case "constant":
-            return peak
-        case "linear":
-            return peak + (final - peak) * progress
-        case "cosine":
-            return final + (peak - final) * 0.5 * (1 + math.cos(math.pi * progress))
-        case "step":
-            passed = sum(step / max(1, steps_planned) >= milestone for milestone in milestones)
-            return float(peak * factor**passed)
-    raise ValueError(
-        f"learning-rate schedule: invalid value {schedule!r}; expected constant, linear, cosine or step"
-    )
+    if schedule == "constant":
+        return peak
+    if schedule == "linear":
+        return peak - peak * progress
+    if schedule == "cosine":
+        return peak * 0.5 * (1 + math.cos(math.pi * progress))
+    passed = sum(step / max(1, steps_planned) >= milestone for milestone in STEP_MILESTONES)
+    return float(peak * STEP_FACTOR**passed)

@@ -7,7 +7,7 @@ import ctypes
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
@@ -214,23 +214,25 @@ def exit_on_stop_signal(code: int) -> Iterator[None]:
     def leave(_number: int, _frame: FrameType | None) -> None:
         os._exit(code)
 
-    before = {number: signal.signal(number, leave) for number in (*STOP_SIGNALS, *_hangup())}
-    try:
+    with _handled_by(leave, (*STOP_SIGNALS, *_hangup())):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
 
 
 @contextmanager
 def default_stop_handlers() -> Iterator[None]:
     """Make stop signals end this process at once in this block, which waits in C where no handlers run."""
-    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in STOP_SIGNALS}
+    with _handled_by(signal.SIG_DFL, STOP_SIGNALS):
+        yield
+
+
+@contextmanager
+def _handled_by(handler: Any, numbers: Iterable[int]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler or signal.SIG_DFL)
+        for number, previous in before.items():
+            signal.signal(number, previous or signal.SIG_DFL)
 
 
 def unblock_stop_signals() -> None:

@@ -1,12 +1,15 @@
 """Format numbers, paths, suggestions and errors for people. JSON output has plain values."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePath
 
-from tandem.errors import text_of
+from tandem.errors import TandemError, text_of
 
 MOST_CHARACTERS = 2000
 """How many characters of an error a message has at most."""
+MOST_SAMPLES = 8
+SAMPLE_NOTE = "in sample"
+"""How the note of `in_samples` begins; a loader process sends it as the last line of its traceback."""
 
 
 def format_duration(seconds: float) -> str:
@@ -64,3 +67,21 @@ def with_type(error: BaseException) -> str:
 def one_line(error: BaseException) -> str:
     """Return `with_type` of another library's error without line breaks."""
     return " ".join(with_type(error).split()).rstrip(": ")
+
+
+def in_samples(indices: Sequence[int]) -> str:
+    """Return the note for an error in one of these samples of the dataset."""
+    named = ", ".join(str(int(index)) for index in indices[:MOST_SAMPLES])
+    more = f" and {len(indices) - MOST_SAMPLES} more" if len(indices) > MOST_SAMPLES else ""
+    return f"{SAMPLE_NOTE} {named}" if len(indices) == 1 else f"{SAMPLE_NOTE}s {named}{more} (one of them)"
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note, unless the error has one already, or its message is for users as it is."""
+    if not isinstance(error, TandemError) and not notes_of(error):
+        error.add_note(note)
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """Return the notes of `in_samples` that an error of this process has."""
+    return [note for note in getattr(error, "__notes__", ()) if note.startswith(SAMPLE_NOTE)]

@@ -86,6 +86,8 @@ END_LOOK_SECONDS = 0.005
 """Pause between two checks whether killed processes are gone: a restart waits for them."""
 PIPE_SECONDS = 1.0
 """Limit for a helper process to exit after its pipe closed: its exit code shows whether a signal ended it."""
+CODE_RECORD_SECONDS = 1.0
+"""Delay before a rank records what it has imported, which takes some 10 ms: a recovery would wait for it."""
 JUST_AFTER_SECONDS = 0.3
 """Grace period after ranks succeed: processes that end within it are not reported as left behind."""
 LEFT_BEHIND_SECONDS = 1.0
@@ -257,7 +259,7 @@ SETTLED_SECONDS = 3600.0
 LEFT_OVER_SECONDS = 86_400.0
 """Age at which leftovers of saves to an object store, which no manifest names, are removed."""
 
-# Trackers (report/tracking.py, launch/tracker.py)
+# Trackers (report/tracking.py, launch/outgoing.py)
 
 TRACKER_SECONDS = 2.0
 """Pause between two reads of new rows by the tracker's process: one small read of a file each."""
@@ -301,7 +303,7 @@ TRAINER_SECONDS = 5.0
 SAME_CAUSE_SECONDS = 600.0
 """Time within which a webhook gets at most one message about the same event and cause."""
 
-# Replicas of Compose (platforms/replica.py)
+# Replicas of Compose (platforms/compose.py)
 
 RESOLVER_SECONDS = 2.0
 """Limit for an answer of Docker's resolver, which takes milliseconds; then it is queried again."""

@@ -131,7 +131,6 @@ def waiting_calls() -> list[tuple[Any, str]]:
 
 
 def is_compiling() -> bool:
-    """Return whether a compiler of torch traces the caller."""
     return torch.compiler.is_compiling()
 
 
@@ -185,7 +184,6 @@ def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor], non_blocking: bool = False) -> None:
-    """Copy each source into its target."""
     copy = getattr(torch, "_foreach_copy_", None)
     if copy is not None and targets:  # it rejects empty lists
         copy(targets, sources, non_blocking=non_blocking)
@@ -367,6 +365,11 @@ def end_loader_processes(iterator: Any) -> None:
     iterator._shutdown = True
     for worker in getattr(iterator, "_workers", ()):
         worker.kill()
+
+
+def loader_pids(iterator: Any) -> list[int]:
+    """Return the IDs of the processes of a DataLoader's iterator; empty if they are unknown."""
+    return [worker.pid for worker in getattr(iterator, "_workers", ())]
 
 
 def stores_of_groups() -> list[Any]:

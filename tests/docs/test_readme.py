@@ -31,7 +31,6 @@ ACTIVATE = ". .venv/bin/activate"
 SETUP = "make setup"
 AS_IT_IS = [
     SETUP,
-    "tandem demo",
     "make train NODES=2",
     "tandem verify-resume --nproc 2 --task examples/my_task.py:MyTask",
     "tandem check examples/my_task.py",
@@ -79,6 +78,7 @@ REFUSED = {
 """{what needs an engine or a cluster: what it says without}; tests of container/ and k8s/ run it with one."""
 
 ELSEWHERE = {
+    "tandem demo": "tests/multi/test_demo.py",  # and without torchvision in tests/docs/test_package.py
     "tandem launch": "tests/faults/test_hangup.py",
     "tandem launch --nodes 2 --node-rank 0 --master node1:29500 --run-dir runs/digits": (
         "tests/faults/test_nodes.py"
@@ -307,11 +307,10 @@ def test_the_commands_run_word_for_word(machine: Machine) -> None:
     assert ACTIVATE in (machine.clone / "README.md").read_text(encoding="utf-8")
     assert "finished at step 1,000" in said["make train NODES=2"]
     assert "already finished at step 1,000" in said[SHORTENED[0]], "torchrun, on the same run"
-    assert "steps lost" in said["tandem demo"]
     assert "accuracy" in said["tandem eval RUN"]
     assert re.search(r"^digits +finished +1,000 ", said["tandem runs"], re.M), said["tandem runs"]
     assert "the sum is 0.2" in said["tandem launch --nodes 2 train.py --lr 0.1"]
     assert said["tandem check examples/my_task.py"].endswith("verdict: sound\n")
-    assert "verdict: exact" in said[AS_IT_IS[3]]
+    assert "verdict: exact" in said[AS_IT_IS[2]]
     assert (machine.clone / "runs" / "digits" / "report.html").is_file()
     assert list(machine.clone.glob("*.safetensors")) and (machine.clone / "project" / "task.py").is_file()

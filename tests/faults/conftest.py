@@ -10,7 +10,7 @@ from otel_runs import Sent
 from small_runs import Runs
 
 from networks import Machine, machines
-from tandem.report.otel_variables import is_installed
+from tandem.report.otel import is_installed
 
 
 @pytest.fixture

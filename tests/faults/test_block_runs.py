@@ -92,7 +92,14 @@ def packed_runs(runs: Runs) -> Runs:
     return runs
 
 
-@pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4))])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        3,
+        pytest.param(1, marks=pytest.mark.slow),
+        *(pytest.param(n, marks=pytest.mark.soak) for n in (2, 4)),
+    ],
+)
 def test_runs_on_packed_documents_that_are_killed_end_with_equal_bits(packed_runs: Runs, ranks: int) -> None:
     flags = (*PACKED_FLAGS, "--nproc", ranks, "--steps", 90)
     calm = packed_runs.finish("launch", "calm", *flags)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from small_runs import Runs
 
+from needs import require
 from patience import patient
 from program_files import program_text
 from tree import of_launch
@@ -50,6 +52,39 @@ def test_an_error_ends_a_rank_with_loader_processes(loaded: Runs, mistake: tuple
     assert code == 1, said
     assert ("OSError" if "broken" in str(mistake[0]) else "a mistake of the task") in said
     assert "hang" not in said and "restarting all ranks" not in said, said
+
+
+def test_a_mistake_that_a_loader_process_finds_ends_with_its_own_code(loaded: Runs) -> None:
+    """While the rank ended the other processes, torch took their end for an error of the rank: code 1."""
+    words = ("--workers", 2, "--batch-size", 24, "--steps", 30, "--task.absent", 100)
+    code, said = launch(loaded, "--nproc", 1, *words, "--task", "loaded.py:Loaded")
+    assert code == 2 and "sample 100 is None" in said, said
+
+
+@pytest.mark.parametrize(("limit", "expected"), [("-Sn 300", 0), ("-n 300", 2)], ids=["soft", "hard"])
+def test_a_batch_may_have_more_tensors_than_a_shell_allows_files(
+    loaded: Runs, limit: str, expected: int
+) -> None:
+    """torch's error was "received 0 items of ancdata", or an EOFError without a message."""
+    words = ("--workers", 2, "--batch-size", 120, "--steps", 8, "--task", "loaded.py:ManyTensors")
+    command = ["bash", "-c", f'ulimit {limit}; exec "$@"', "-", sys.executable, "-m", "tandem", "launch"]
+    command += ["--metrics", "0", "--metrics-linger", "0", "--run-dir", "run", *map(str, words)]
+    process = loaded.processes.start(command, cwd=loaded.folder, env=loaded.environment)
+    code, said = loaded.processes.wait(process)
+    assert code == expected, said
+    assert ("stack them in collate" in said and "may open 300" in said) == bool(expected), said
+
+
+def test_a_small_dev_shm_is_named_with_its_size(loaded: Runs) -> None:
+    tried = subprocess.run(["unshare", "--mount", "true"], capture_output=True)
+    require("namespaces", tried.returncode == 0)
+    words = ("--workers", 2, "--batch-size", 240, "--steps", 8, "--task.width", 2000)
+    command = ["unshare", "--mount", "bash", "-c", 'mount -t tmpfs -o size=1m tmpfs /dev/shm; exec "$@"', "-"]
+    command += [sys.executable, "-m", "tandem", "launch", "--metrics", "0", "--metrics-linger", "0"]
+    command += ["--run-dir", "run", *map(str, words), "--task", "loaded.py:Loaded"]
+    process = loaded.processes.start(command, cwd=loaded.folder, env=loaded.environment)
+    code, said = loaded.processes.wait(process)
+    assert code == 2 and "/dev/shm is full (1 MiB)" in said and "--shm-size" in said, said
 
 
 def test_an_error_is_final_although_the_ranks_that_lost_it_end_first(loaded: Runs) -> None:

@@ -42,7 +42,7 @@ def hit(runs: Runs, pid: int, number: signal.Signals) -> None:
     more(runs)
 
 
-@pytest.mark.parametrize("rounds", [1, 5])
+@pytest.mark.parametrize("rounds", [2, pytest.param(5, marks=pytest.mark.soak)])
 def test_each_planted_cause_has_its_cost_and_the_parts_add_up(runs: Runs, rounds: int) -> None:
     began = time.time()
     away = 0.0

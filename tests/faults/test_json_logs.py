@@ -7,24 +7,24 @@ import time
 import pytest
 from small_runs import Runs
 
-from patience import patient
-
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
 
 def test_a_lost_master_leaves_json_lines(runs: Runs, free_port: int) -> None:
     flags = ("--nodes", 2, "--master", f"127.0.0.101:{free_port}", "--steps", 100_000, "--log-format", "json")
-    node_0, node_1 = (
-        runs.start("launch", "run", "--node-rank", node, *flags, delay=0.02) for node in range(2)
-    )
+    node_0 = runs.start("launch", "run", "--node-rank", 0, *flags, delay=0.02)
+    command = runs.command("launch", "run", "--node-rank", 1, *flags, delay=0.02)
+    said = runs.folder / "node-1.txt"
+    with said.open("w") as file:
+        node_1 = runs.processes.start(command, cwd=runs.folder, env=runs.environment, stdout=file)
     runs.wait_for_step("run", 5)
     node_0.kill()
-    time.sleep(patient(8))  # node 1 loses its rank's peer and its store, and waits for the master
+    runs.until(lambda: '"output"' in said.read_text(), "words of torch on the loss of the store")
+    time.sleep(3)  # node 1 loses its rank's peer too, and waits for the master
     node_1.terminate()
-    code, said = runs.processes.wait(node_1, 120)
-    assert code in (137, 143), said
-    lines = said.splitlines()
-    records = [json.loads(line) for line in lines]
+    code, _ = runs.processes.wait(node_1, 120)
+    assert code in (137, 143), said.read_text()
+    records = [json.loads(line) for line in said.read_text().splitlines()]
     assert any("output" in each for each in records), "torch has printed frames"
     assert {"time", "level", "rank", "node", "step", "message"} <= set.intersection(*map(set, records))
 
@@ -35,6 +35,8 @@ def test_a_killed_node_is_restarted_as_with_text(runs: Runs) -> None:
     runs.wait_for_step("run", 5)
     kill = [sys.executable, "-m", "tandem", "kill", "run", "--node", "1"]
     assert runs.processes.run(kill, cwd=runs.folder, env=runs.environment)[0] == 0
+    runs.until(lambda: len(runs.events("run", "training")) == 2, "training after the restart")
+    runs.hurry()
     code, said = runs.processes.wait(process, 120)
     assert code == 0, said
     assert any("restarting" in json.loads(line)["message"] for line in said.splitlines()), said

@@ -33,9 +33,9 @@ class Shifted(true):
 if __name__ == "__main__":
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
     from tandem.cli import main
-    from tandem.launch import membership
+    from tandem.launch import rendezvous_state
 
-    dynamic_rendezvous.datetime = membership.datetime = Shifted
+    dynamic_rendezvous.datetime = rendezvous_state.datetime = Shifted
     time.time = lambda: true_time() + SECONDS
     sys.exit(main())
 """
@@ -143,6 +143,8 @@ def test_an_elastic_run_goes_on_without_a_node_and_with_it_again(runs: Runs, fre
     runs.until(lambda: trains_on(1), "world without node 1")
     runs.until(lambda: causes() == ["node 1 was lost"], "the cause of the restart")
     cluster.nodes[1] = cluster.start(1)
+    runs.until(lambda: worlds() == [2, 1, 2] and trains_on(2), "world of both again")
+    runs.hurry()
     summary = cluster.finish()
     assert worlds() == [2, 1, 2] and causes() == ["node 1 was lost", "a node joined"]
     assert summary["global_step"] == 600
@@ -170,6 +172,7 @@ def test_a_node_that_is_asked_to_stop_leaves_an_elastic_run(runs: Runs, free_por
     assert code == 143, output
     runs.until(lambda: len(runs.events("fewer", "training")) == 2, "training without node 1")
     cluster.nodes.pop()
+    runs.hurry()
     summary = cluster.finish()
     assert [event["world_size"] for event in runs.events("fewer", "world")] == [2, 1]
     saved, began = runs.events("fewer", "stopped"), runs.events("fewer", "training")
@@ -226,6 +229,8 @@ def test_a_job_that_is_resized_trains_on_and_comes_back_with_the_new_number(
     code, output = runs.processes.wait(cluster.nodes[1], patient(150))
     assert code == 200 and "started for 3 nodes, but node 1 for 2" in output, output
     cluster.nodes[1:] = [cluster.start(1, "--nodes", 3), newcomer]
+    runs.until(lambda: len(runs.events("resized", "world")) == 2, "world of three")
+    runs.hurry()
     assert cluster.finish()["nodes"] == 3
     assert [event["world_size"] for event in runs.events("resized", "world")] == [2, 3]
 

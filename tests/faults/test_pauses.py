@@ -54,6 +54,7 @@ def test_pauses_of_all_and_of_each_agent_change_nothing(runs: Runs, strategy: st
     for node in (1, 0):
         time.sleep(2.0)
         pause(pid for pid, name in tree_of(process.pid).items() if name == f"tandem-node-{node}")
+    runs.hurry()
     code, output = runs.processes.wait(process, 200)
     assert code == 0, output
     assert not runs.events("paused", "hang") and runs.summary("paused")["restarts"] == 0, output

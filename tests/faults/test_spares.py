@@ -98,6 +98,7 @@ def test_a_spare_takes_the_place_of_a_lost_node_which_comes_back_as_a_spare(
             job.waits(lost)
     job.waits(2)
     assert len(runs.events("lost", "checkpoint")) == 0, "nothing was saved yet, so nothing could be read"
+    runs.hurry()
     summary = job.finish()
     assert summary["weights_sha256"] == undisturbed
     assert summary["nodes"] == 2 and summary["world_size"] == 2
@@ -129,6 +130,7 @@ def test_a_node_that_fails_three_times_is_left_out(runs: Runs, free_port: int) -
     # Node 0 knows a rank from its first heartbeat on, which may come some steps after its start.
     runs.until(shows_rank_1, "stack of rank 1")
     assert "did not answer" not in said, said
+    runs.hurry()
     assert job.finish()["weights_sha256"] == undisturbed
 
 

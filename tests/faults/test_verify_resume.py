@@ -78,7 +78,7 @@ def test_a_run_that_begins_again_at_step_0_proves_nothing(
 ) -> None:
     monkeypatch.chdir(runs.folder)
     trials = runner(runs, delay=0.05)
-    trials._arguments += ["--snapshot-every", "never"]
+    trials.arguments = [*trials.arguments, "--snapshot-every", "never"]
     with pytest.raises(NothingResumedError):
         trials.trial(trials.uninterrupted(), [Kill(1, 0)], save_every=40)
 

@@ -34,6 +34,13 @@ def manifest(name: str, variables: dict[str, str], nproc: int = 1) -> list[Docum
     return documents
 
 
+def ten_lines() -> str:
+    """The TrainJob of docs/kubernetes.md, which needs the manifest cluster-runtime."""
+    page = (ROOT.parent / "docs" / "kubernetes.md").read_text()
+    text = next(block for block in page.split("```") if "kind: TrainJob" in block)
+    return text.removeprefix("yaml\n")
+
+
 class Run:
     """One job in a cluster, and what it left on its volume."""
 

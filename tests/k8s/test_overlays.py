@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from small_jobs import ten_lines
 
 from patience import patient
 from tandem import __version__
@@ -198,13 +199,6 @@ def check_set(kind: str, chosen: tuple[str, ...]) -> None:
 JOBS = ("PyTorchJob", "TrainJob", "JobSet", "Job")
 
 
-def ten_lines() -> str:
-    """The TrainJob of docs/kubernetes.md."""
-    page = (ROOT.parent / "docs" / "kubernetes.md").read_text()
-    text = next(block for block in page.split("```") if "kind: TrainJob" in block)
-    return text.removeprefix("yaml\n")
-
-
 @pytest.mark.parametrize("kind", FOLDERS)
 @pytest.mark.timeout(900)
 def test_every_pair_of_components_works_for_every_kind(kind: str) -> None:
@@ -212,6 +206,7 @@ def test_every_pair_of_components_works_for_every_kind(kind: str) -> None:
         check_set(kind, chosen)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_every_set_of_components_works_for_every_kind(kind: str) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from podman import Podman, as_pod
-from small_jobs import SMALL, manifest
+from small_jobs import SMALL, manifest, ten_lines
 from small_runs import TASK
 
 from patience import patient
 from tandem_k8s.contract import plan
-from tandem_k8s.documents import MANIFESTS, Document, find, jobset_spec
+from tandem_k8s.documents import MANIFESTS, Document, find, jobset_spec, load
 
 END_SECONDS = 90.0
 ONE_NODE = {"jobset": {"NODES": "1"}, "indexed-job": {"NNODES": "1"}}
@@ -35,6 +35,8 @@ def podman(tmp_path_factory: pytest.TempPathFactory, require: Callable[..., None
 
 def one_node(documents: list[Document]) -> list[Document]:
     """The same manifest for a single node: what a pod may do does not depend on how many there are."""
+    if documents[0]["kind"] == "ClusterTrainingRuntime":
+        documents = [*load(ten_lines()), *documents]
     kinds = {document["kind"] for document in documents}
     if "PyTorchJob" in kinds:
         find(documents, "PyTorchJob")["spec"]["pytorchReplicaSpecs"].pop("Worker")

@@ -56,7 +56,11 @@ class Broken:
         return int(until(lambda: pid_of_rank(rank, self.run.pid), f"rank {rank}"))
 
     def fires(self, alert: str) -> None:
-        until(lambda: alert in self.prometheus.firing(), f"{alert} firing", LIMIT)
+        try:
+            until(lambda: alert in self.prometheus.firing(), f"{alert} firing", LIMIT)
+        except AssertionError as error:
+            log = (self.folder / "log").read_text()
+            raise AssertionError(f"{error}\n{log[-4000:]}") from error
 
     def resolves(self, alert: str) -> None:
         until(lambda: alert not in self.prometheus.firing(), f"{alert} resolved", LIMIT)
@@ -109,6 +113,7 @@ def test_checkpoints_that_cannot_be_written(broken: Broken) -> None:
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_the_target_may_go(broken: Broken) -> None:
+    assert broken.run.poll() is None, (broken.folder / "log").read_text()
     (broken.knobs / "nan").touch()
     broken.fires("TandemLossNotFinite")
     broken.fires("TandemRunFailed")

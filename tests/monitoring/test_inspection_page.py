@@ -8,7 +8,7 @@ import pytest
 from browser import DESKTOP, PHASES_MS, PHONE, Browser
 
 from tandem.report.history import History
-from tandem.report.inspection_paths import InspectionPaths
+from tandem.report.inspection import InspectionPaths
 from tandem.report.server import MetricsServer
 from tandem.run.directory import RunDir
 from tandem.telemetry.messages import Point

@@ -14,9 +14,8 @@ from browser import DESKTOP, PHASES_MS, PHONE, Browser
 
 from patience import patient
 from prometheus import TASK, until
-from tandem.report.block_reads import block_reads
 from tandem.report.goodput import time_of
-from tandem.report.history import History
+from tandem.report.history import History, block_reads
 from tandem.report.report import write_report
 from tandem.report.server import MetricsServer
 from tandem.run.directory import RunDir

@@ -31,14 +31,16 @@ class Scripts:
 
     def start(self, script: str | Path, run: str, *words: object, **more: object) -> Any:
         """`python script words`, in run directory `run`; `more` are variables."""
-        variables = self.environment | {"TANDEM_RUN_DIR": run} | {n: str(v) for n, v in more.items()}
+        # tandem sets its own threads, and with OMP_NUM_THREADS it would import torch again.
+        kept = self._of_launch() if script == "-m" else self.environment
+        variables = kept | {"TANDEM_THREADS": "1", "TANDEM_RUN_DIR": run}
+        variables |= {n: str(v) for n, v in more.items()}
         command = [sys.executable, str(script), *map(str, words)]
         return self.processes.start(command, cwd=self.folder, env=variables)
 
     def launch(self, words: list[str], script: str, run: str, **more: object) -> Any:
         """`tandem launch words script`, begun; the threads are what `tandem launch` gives."""
-        kept = {n: v for n, v in self.environment.items() if n not in ("OMP_NUM_THREADS", "TANDEM_THREADS")}
-        variables = kept | {n: str(v) for n, v in more.items()}
+        variables = self._of_launch() | {n: str(v) for n, v in more.items()}
         command = [sys.executable, "-m", "tandem", "launch", "--run-dir", run, *words, script]
         return self.processes.start(command, cwd=self.folder, env=variables)
 
@@ -46,8 +48,12 @@ class Scripts:
         """Exit code and output of `tandem verify-resume --script` at two ranks."""
         own = ["--script", script, "--nproc", 2, *words]
         command = [sys.executable, "-m", "tandem", "verify-resume", *map(str, own)]
-        kept = {n: v for n, v in self.environment.items() if not n.startswith("TANDEM_")}
+        kept = {n: v for n, v in self._of_launch().items() if not n.startswith("TANDEM_")}
         return self.processes.run(command, 200, cwd=self.folder, env=kept)
+
+    def _of_launch(self) -> dict[str, str]:
+        """Without a number of threads."""
+        return {n: v for n, v in self.environment.items() if n not in ("OMP_NUM_THREADS", "TANDEM_THREADS")}
 
     def alone(self, script: str | Path, run: str, **more: object) -> tuple[int, str]:
         """Exit code and output of one process."""

@@ -53,7 +53,7 @@ def run_tandem(processes: Any, tmp_path: Path) -> Tandem:
 
     def run(*arguments: str, limit: float = LIMIT_SECONDS, **variables: str) -> tuple[int, str]:
         kept = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)}
-        own = {"PYTHONPATH": str(Path(tandem.__file__).parents[1]), "PYTHONUNBUFFERED": "1"}
+        own = {"PYTHONPATH": str(Path(tandem.__file__).parents[1])}
         command = [sys.executable, "-m", "tandem", *arguments]
         code, output = processes.run(command, limit, cwd=tmp_path, env={**kept, **own, **variables})
         assert "Traceback" not in output, output
@@ -274,3 +274,9 @@ def test_mnist_files_that_are_missing_say_where_to_put_them(run_tandem: Tandem, 
     line = the_error(output)
     assert code == 2, output
     assert str(tmp_path / "nothing") in line and "--download" in line, line
+
+
+def test_a_launch_in_an_environment_where_warnings_are_errors(run_tandem: Tandem) -> None:
+    quick = ("--steps", "4", "--eval-every", "never", "--metrics", "0", "--metrics-linger", "0")
+    code, output = run_tandem("launch", "--nproc", "2", "--device", "cpu", *quick, PYTHONWARNINGS="error")
+    assert code == 0 and "finished at step 4" in output, output

@@ -15,11 +15,11 @@ pytestmark = pytest.mark.multi
 TASK = program_text("loader_processes_task")
 
 
-def train(processes: Any, folder: Path, *flags: str) -> tuple[str, str]:
+def train(processes: Any, folder: Path, *flags: str, task: str = "Loaded") -> tuple[str, str]:
     """The digest of the weights, and what was said, of one rank."""
     (folder / "loaded.py").write_text(TASK)
     code, output = processes.run(
-        [sys.executable, "-m", "tandem", "train", "--task", "loaded.py:Loaded", "--batch-size", "8",
+        [sys.executable, "-m", "tandem", "train", "--task", f"loaded.py:{task}", "--batch-size", "8",
          "--epochs", "2", "--device", "cpu", "--metrics", "0", "--metrics-linger", "0",
          "--run-dir", "-".join(["run", *flags]), *flags],
         cwd=folder, env={name: value for name, value in os.environ.items() if name[:6] != "TANDEM"},
@@ -35,4 +35,11 @@ def test_workers_by_themselves_change_no_bit(processes: Any, tmp_path: Path) -> 
     assert "--workers auto" not in said
     loaded, said = train(processes, tmp_path, "--workers", "auto")
     assert said.count("--workers auto: ") == 1 and "per rank, which has" in said
+    assert loaded == alone
+
+
+def test_workers_read_the_rows_of_a_file_that_the_dataset_has_opened(processes: Any, tmp_path: Path) -> None:
+    """They shared the position in the file with each other, and each read what another had sought."""
+    alone, _ = train(processes, tmp_path, task="Opened")
+    loaded, _ = train(processes, tmp_path, "--workers", "2", task="Opened")
     assert loaded == alone

@@ -93,14 +93,14 @@ def dies(trainer: Trainer, where: tuple[int, int, str]) -> None:
             killed_here()
         fill(connection, memory)
 
-    fill = neighbor_link._fill
+    fill = neighbor_link.receive_into
     while True:
         trainer.takes_step()
         if (trainer.world.rank, trainer.step) == (rank, last):
             if what == "sends":
                 CopySender._send_contents = sends_half  # type: ignore[method-assign]
             else:
-                neighbor_link._fill = receives_half
+                neighbor_link.receive_into = receives_half
         trainer.takes_snapshot()
         trainer.waits_for_copies()
 

@@ -9,6 +9,7 @@ import pytest
 from own_loops import SMALL, Scripts
 
 import tandem
+from program_files import program_text
 from tandem.checkpoint.listing import newest_step
 from tandem.run.directory import RunDir
 
@@ -93,3 +94,10 @@ def test_ten_public_names_have_types_and_an_example_and_all_of_them_run(scripts:
         code, output = scripts.alone(script, script.removesuffix(".py"))
         assert code == 0, output
         assert "finished at step 8" in output and "said once" in output
+
+
+def test_a_model_may_be_frozen_in_the_pass_of_another(scripts: Scripts) -> None:
+    scripts.write("gan.py", program_text("own_loop_frozen_pass"))
+    code, output = scripts.processes.wait(scripts.launch(["--nproc", "2"], "gan.py", "run"))
+    assert code == 0, output
+    assert "steps: 8" in output

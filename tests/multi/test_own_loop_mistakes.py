@@ -69,6 +69,36 @@ def test_a_loader_and_a_batch_that_is_too_large_are_one_line_with_the_argument(s
         assert "Traceback" not in output
 
 
+TRAINED = program_text("own_loop_trained_parameters")
+UNFROZEN = "error: the ranks do not average the gradients of 0.weight, 0.bias, because run.wrap got the model"
+UNUSED = "error: in the previous pass of Sequential, no gradient reached 0.weight, 0.bias; use them"
+
+
+@pytest.mark.parametrize("kind, line", [
+    ("unfrozen", UNFROZEN),
+    ("unfrozen teacher", UNFROZEN),
+    ("new", UNFROZEN.replace("0.weight, 0.bias", "3.weight, 3.bias")),
+    ("frozen", UNUSED),
+    ("lazy", "error: run.wrap got a model with lazy modules, which have no sizes yet (0.weight, 0.bias)"),
+])  # fmt: skip
+def test_parameters_that_ranks_cannot_average_are_named_in_one_line(
+    scripts: Scripts, kind: str, line: str
+) -> None:
+    scripts.write("trained.py", TRAINED)
+    launch = scripts.launch(["--nproc", "2"], "trained.py", "run", KIND=kind)
+    code, output = scripts.processes.wait(launch)
+    assert code == 2, output
+    assert line in output and "Traceback" not in output
+
+
+def test_layers_that_are_frozen_after_the_wrap_are_trained_equally_on_all_ranks(scripts: Scripts) -> None:
+    scripts.write("trained.py", TRAINED)
+    launch = scripts.launch(["--nproc", "2"], "trained.py", "run", KIND="frozen", TANDEM_FIND_UNUSED="true")
+    code, output = scripts.processes.wait(launch)
+    assert code == 0, output
+    assert "frozen until step 6: True" in output
+
+
 @pytest.mark.parametrize("settings, line", [
     ({"strategy": "fsdp"}, "--strategy fsdp works only in tasks; a custom loop needs ddp or single"),
     ({"strategy": "dp"}, "--strategy dp works only in tasks; a custom loop needs ddp or single"),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from patience import patient
 from program_files import program_text
-from tandem.distributed.compression.half import Half
+from tandem.distributed.compression import Half
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.peers import is_peer_loss
 from tandem.distributed.position import Position

@@ -24,7 +24,7 @@ from tandem.errors import ConfigError, ReplayMismatchError
 from tandem.tasks.base import TaskWithDefaults
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Costs
-from tandem.training.replicas import checksum
+from tandem.training.rank_checks import checksum
 from tandem.training.step import Proposal, TrainStep
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(240)]

@@ -35,7 +35,7 @@ def trains(trainer: Trainer, dies: tuple[int, int, str] | None) -> dict[str, Any
     assert own is not None
 
     def half(sources: list[Any]) -> None:
-        for target, source in zip(own._targets[own._slot][::2], sources[::2], strict=True):
+        for target, source in zip(own._targets[own.slot][::2], sources[::2], strict=True):
             target.copy_(source)
         killed_here()
 

@@ -24,11 +24,13 @@ class Tutorials:
         self.folder, self.processes = folder, processes
         clean = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)}
         ours = {"TANDEM_METRICS": "0", "TANDEM_METRICS_LINGER": "0", "TANDEM_THREADS": "1"}
-        self.environment = clean | ours | {"OMP_NUM_THREADS": "1"}
+        self.environment = clean | ours
 
     def start(self, *words: object, **variables: object) -> Any:
         """`python words`, begun."""
-        environment = self.environment | {name: str(value) for name, value in variables.items()}
+        # tandem sets the threads of its ranks, and with OMP_NUM_THREADS it would import torch again.
+        own = {} if words[0] == "-m" else {"OMP_NUM_THREADS": "1"}
+        environment = self.environment | own | {name: str(value) for name, value in variables.items()}
         command = [sys.executable, *map(str, words)]
         return self.processes.start(command, cwd=self.folder, env=environment)
 

@@ -52,7 +52,7 @@ class LossThatCounts(Right):
 
 class UnseededRows(Right):
     def build_datasets(self):
-        x = torch.from_numpy(numpy.random.rand(480, 4)).float()
+        x = torch.from_numpy(numpy.random.default_rng().random((480, 4))).float()
         return Datasets(TensorRows(x, torch.ones(480, 1)), ROWS)
 
 

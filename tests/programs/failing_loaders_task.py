@@ -10,8 +10,8 @@ from tandem.data.datasets import Datasets
 
 
 class Rows(Dataset):
-    def __init__(self, broken, killed):
-        self.broken, self.killed = broken, killed
+    def __init__(self, broken, killed, absent=-1, width=8):
+        self.broken, self.killed, self.absent, self.width = broken, killed, absent, width
 
     def __len__(self):
         return 480
@@ -22,7 +22,9 @@ class Rows(Dataset):
         if index == self.killed and not os.path.exists("died"):
             open("died", "w").close()
             os.kill(os.getpid(), 9)
-        return torch.full((8,), float(index)), index % 2
+        if index == self.absent:
+            return None
+        return torch.full((self.width,), float(index)), index % 2
 
 
 @dataclass
@@ -51,16 +53,29 @@ class Loaded:
     broken: int = -1
     killed: int = -1
     fails_at: int = -1
+    absent: int = -1
+    width: int = 8
     calls: int = 0
 
     def build_model(self):
-        return nn.Linear(8, 2)
+        return nn.Linear(self.width, 2)
 
     def build_datasets(self):
-        return Datasets(Rows(self.broken, self.killed), None)
+        return Datasets(Rows(self.broken, self.killed, self.absent, self.width), None)
 
     def loss(self, model, batch):
         self.calls += 1
         if self.calls == self.fails_at:
             raise ValueError("a mistake of the task")
         return nn.functional.cross_entropy(model(batch[0] / 480), batch[1])
+
+
+class ManyTensors(Loaded):
+    """A batch is a list of tensors, and each takes an open file on its way from a loader process."""
+
+    def collate(self, samples):
+        return [x for x, _ in samples], torch.tensor([y for _, y in samples])
+
+    def loss(self, model, batch):
+        xs, y = batch
+        return nn.functional.cross_entropy(model(torch.stack(xs)), y)

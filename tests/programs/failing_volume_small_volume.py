@@ -46,8 +46,8 @@ assert store.prune(Retention(2)) == [100]
 subprocess.run(["mount", "-o", "remount,ro", str(root)], check=True)
 assert refused(400, "Read-only file system")
 told = []
-newest = store.newest_valid(lambda step, problem: told.append(problem))  # type: ignore[has-type]
-assert newest is not None and newest[0] == 200 and newest[1] == state
+newest = store.newest(store.read, lambda step, problem: told.append(problem))  # type: ignore[has-type]
+assert newest is not None and newest[0] == 200 and newest[1][0] == state
 assert len(told) == 1 and "Read-only file system" in told[0] and "left in place" in told[0], told
 try:
     store.prune(Retention(1))

@@ -1,3 +1,4 @@
+import os
 import time
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ class Small:
 
     def loss(self, model, batch):
         x, y = batch
-        time.sleep(self.delay if model.training else 0)
+        if model.training and not os.path.exists("at-full-speed"):  # in the folder of the launch
+            time.sleep(self.delay)
         out = model(x)
         return nn.functional.cross_entropy(out, y), {"accuracy": ((out.argmax(1) == y).sum(), len(y))}

@@ -48,12 +48,13 @@ def test_samples_are_right_although_every_fifth_request_fails(server: ObjectServ
 
 
 def test_a_store_that_stays_away_and_an_object_that_is_gone(
-    server: ObjectServer, data: TarBlocks, address: str
+    server: ObjectServer, data: TarBlocks, address: str, tmp_path: Path
 ) -> None:
     server.damage("500", every=1)
+    impatient = tar_blocks(tmp_path / "index.jsonl", cache_dir=tmp_path / "impatient", deadline=3)
     with pytest.raises(DataUnavailableError, match=r"a\.tar, bytes 0 to"):
-        data[0]
-    data.close()
+        impatient[0]
+    impatient.close()
     server.calm()
     fsspec.filesystem("s3", skip_instance_cache=True).rm_file(address)
     with pytest.raises(ConfigError, match=r"a\.tar.*no such object"):

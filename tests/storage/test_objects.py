@@ -23,6 +23,7 @@ from tandem.config.address import address
 from tandem.errors import CheckpointError, ConfigError, RunTakenError
 from tandem.run.lease import LeaseRecord, acquire, fence
 from tandem.training.shards import check_shared
+from trials.store import newest_valid
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -125,19 +126,19 @@ def test_nodes_find_that_they_share_an_object_store(store_address: str) -> None:
 @pytest.mark.core
 def test_a_life_on_an_object_store(store_address: str) -> None:
     store = CheckpointStore(address(f"{store_address}/checkpoints"))
-    assert store.steps() == [] and store.newest_valid(no_corruption) is None
+    assert store.steps() == [] and newest_valid(store, no_corruption) is None
     for step in (1, 2, 3, 4):
         size = store.save(step, STATE, {"eval": {"accuracy": step / 10}})
         assert size == store.sizes()[step]
     assert store.steps() == [4, 3, 2, 1]
-    found = store.newest_valid(no_corruption)
+    found = newest_valid(store, no_corruption)
     assert found is not None and found[:2] == (4, STATE)
     assert store.prune(Retention(3)) == [1]
     damage(store, 4)
     rows = list_checkpoints(store, verify=True)
     assert [(row.step, row.verified) for row in rows] == [(4, False), (3, True), (2, True)]
     told: list[int] = []
-    found = store.newest_valid(lambda step, problem: told.append(step))
+    found = newest_valid(store, lambda step, problem: told.append(step))
     assert found is not None and found[:2] == (3, STATE) and told == [4]
     assert store.steps() == [3, 2] and store.quarantined() == ["corrupt-step-000000004-1"]
     store.save(3, b"again", {})
@@ -152,7 +153,7 @@ def test_a_save_without_its_manifest_counts_for_nothing(store_address: str) -> N
     store = CheckpointStore(address(store_address))
     store.save(1, b"one", {})
     store._storage.write(store.path(2) / "state-0.pt", b"two")  # type: ignore[attr-defined]
-    assert store.steps() == [1] and store.newest_valid(no_corruption) is not None
+    assert store.steps() == [1] and newest_valid(store, no_corruption) is not None
     assert [row.step for row in list_checkpoints(store, verify=True)] == [1]
     store.save(2, b"another", {})
     assert store.read(2)[0] == b"another"
@@ -209,7 +210,7 @@ def test_a_network_that_damages(server: ObjectServer, store_address: str, rule: 
             refused += 1
         server.calm()
         fresh = CheckpointStore(address(store_address))
-        found = fresh.newest_valid(lambda bad, problem: told.append(bad))
+        found = newest_valid(fresh, lambda bad, problem: told.append(bad))
         assert found is not None and found[0] >= acknowledged and found[1] == STATE, f"request {nth}"
     assert not told or rule == "truncate", "what was never acknowledged may be damaged by a lying network"
     assert acknowledged and (rule == "truncate" or not refused), "one failure is asked again"

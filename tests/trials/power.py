@@ -12,7 +12,7 @@ from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import CheckpointError
 from trials.disk import Disk, Tree, materialize, policies
-from trials.store import Row, rotten, save, scratch, state, store_in
+from trials.store import Row, newest_valid, rotten, save, scratch, state, store_in
 from trials.system_calls import mark, trace
 
 
@@ -35,7 +35,7 @@ class Promise:
 
     def is_kept(self, root: Path) -> bool:
         store = store_in(root)
-        newest = store.newest_valid(lambda step, problem: None)
+        newest = newest_valid(store, lambda step, problem: None)
         if newest is None:
             return self.step == 0
         wanted = [(newest[0], newest[1], newest[2])]
@@ -75,7 +75,7 @@ def _again(store: CheckpointStore) -> None:
 
 
 def _fall_back(store: CheckpointStore) -> None:
-    store.newest_valid(lambda step, problem: None)
+    newest_valid(store, lambda step, problem: None)
     mark("there 200 1")
     _acknowledged(store, 300, 2, keep=1)
 

@@ -10,8 +10,16 @@ from typing import Any
 
 from tandem.checkpoint.retention import Best, Retention
 from tandem.checkpoint.storage.protocol import Sink
-from tandem.checkpoint.store import CheckpointStore
+from tandem.checkpoint.store import CheckpointStore, OnCorrupt
 from tandem.errors import CheckpointError
+
+
+def newest_valid(
+    store: CheckpointStore, on_corrupt: OnCorrupt
+) -> tuple[int, bytes, dict[str, Any]] | None:
+    """(step, state, info) of the newest valid checkpoint; damaged ones are quarantined."""
+    found = store.newest(store.read, on_corrupt)
+    return None if found is None else (found[0], *found[1])
 
 
 @dataclass(frozen=True)
@@ -110,7 +118,7 @@ def _save_and_prune(store: CheckpointStore) -> None:
 
 
 def _fall_back_and_save(store: CheckpointStore) -> None:
-    store.newest_valid(lambda step, problem: None)
+    newest_valid(store, lambda step, problem: None)
     save(store, 300, 2)
 
 
@@ -126,7 +134,7 @@ SCENARIOS: dict[str, Scenario] = {
     "prune": Scenario(_five, lambda store: store.prune(Retention(1)), ((500, 1), (500, 1)), frozenset({500})),
     "quarantine": Scenario(
         rotten,
-        lambda store: store.newest_valid(lambda step, problem: None),
+        lambda store: newest_valid(store, lambda step, problem: None),
         ((200, 1), (200, 1)),
         frozenset({100, 200}),
         frozenset({300}),
@@ -148,7 +156,7 @@ SCENARIOS: dict[str, Scenario] = {
 def judge(root: Path, scenario: Scenario) -> str:
     """What a reader finds: "old", "new", "lost", "mixed" or "false alarm"."""
     store, told = store_in(root), []
-    newest = store.newest_valid(lambda step, problem: told.append(step))
+    newest = newest_valid(store, lambda step, problem: told.append(step))
     if set(told) - scenario.damaged:
         return "false alarm"
     if newest is not None and newest[1] != state(newest[2]["version"]):

@@ -13,8 +13,8 @@ import pytest
 from patience import patient
 from tandem.config import Settings
 from tandem.errors import ConfigError
-from tandem.report.access import Access, is_local_name, load_access
 from tandem.report.server import MetricsServer
+from tandem.report.web import Access, is_local_name, load_access
 from tandem.telemetry.registry import Registry
 
 TOKEN = "s3cret-ü"

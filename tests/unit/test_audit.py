@@ -24,9 +24,8 @@ from tandem.signals import StopFlag
 from tandem.verify import audit_files, audit_logs, audit_observer
 from tandem.verify.audit import DIFFERS, EXACT, UNJUDGED, Audit, AuditOptions, AuditVerdict
 from tandem.verify.audit_compare import Reference, RunOutputs
-from tandem.verify.audit_kinds import KINDS, from_logs, from_names
+from tandem.verify.audit_findings import KINDS, Baseline, Step, align, from_logs, from_names, read_steps
 from tandem.verify.audit_runner import Audited, launched
-from tandem.verify.audit_steps import Baseline, Step, align, read_steps
 
 TRAINER = Path(__file__).parents[1] / "programs" / "trainer.py"
 BUGS = {

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from patience import patient
+from program_files import program_text
 from tandem.verify.audit import EXACT, NOISE
 from tandem.verify.pytest import assert_resumes
 
@@ -39,9 +40,12 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_test_asserts_that_a_program_resumes(program: Path) -> None:
     found = assert_resumes([sys.executable, "train.py", "plain", "1"], kills=1)
     assert found.verdict == EXACT and len(found.trials) == 1
+    # Which of torch's states is lost is what the action names below; this program needs no import of torch.
+    (program / "forgets.py").write_text(program_text("audit_forgets"))
     with pytest.raises(AssertionError) as caught:
-        assert_resumes([sys.executable, "train.py", "optimizer-lost", "1"], kills=1)
-    assert "verdict: differs" in str(caught.value) and "reason: optimizer state lost" in str(caught.value)
+        assert_resumes([sys.executable, "forgets.py"], kills=1)
+    said = str(caught.value)
+    assert "verdict: differs" in said and "`log.jsonl: loss` differs from step" in said
 
 
 class Runner:

@@ -17,8 +17,8 @@ from tandem.distributed.group import ProcessGroup
 from tandem.distributed.position import Position
 from tandem.errors import ConfigError
 from tandem.training.buffers import KeptBuffers
-from tandem.training.loading import on_their_devices
 from tandem.training.nonfinite import Guard
+from tandem.training.train_state import on_their_devices
 
 GPU, META = torch.device("cuda", 0), torch.device("meta")
 Pair = namedtuple("Pair", "x y")

@@ -22,7 +22,7 @@ from tandem.distributed.group_store import (
 )
 from tandem.distributed.position import Connection, Position
 from tandem.errors import ConfigError, PeerLostError
-from tandem.launch import gpus
+from tandem.launch import this_machine
 
 SECOND = timedelta(seconds=20)
 
@@ -75,7 +75,7 @@ def test_a_nccl_error_of_one_generation_is_no_signal_for_the_next() -> None:
 
 
 def shares(seen: list[str], nodes: int, nproc: int | None = None, **compute: Any) -> list[dict[str, str]]:
-    return gpus.gpus_per_node(seen, nodes, nproc, Settings().replace(**compute).compute)
+    return this_machine.gpus_per_node(seen, nodes, nproc, Settings().replace(**compute).compute)
 
 
 def test_fewer_gpus_than_simulated_ranks_are_used_by_none(caplog: pytest.LogCaptureFixture) -> None:
@@ -99,13 +99,14 @@ def test_enough_gpus_are_shared_out() -> None:
 
 def test_a_replica_takes_gpus_of_its_own() -> None:
     """Every node had all of the host's, and two ranks on one GPU."""
-    four = [gpus.share_of_replica(["0", "1", "2", "3"], "2", node, 2) for node in (0, 1)]
+    four = [this_machine.share_of_replica(["0", "1", "2", "3"], "2", node, 2) for node in (0, 1)]
     assert four == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
-    assert gpus.share_of_replica(["0"], "all", 1, 2) == {} == gpus.share_of_replica(["0"], None, 1, 2)
+    for everything in ("all", None):
+        assert this_machine.share_of_replica(["0"], everything, 1, 2) == {}
     with pytest.raises(ConfigError, match="GPUS=2 on 3 nodes needs 6 GPUs, .* has 4; set NODES=2, a"):
-        gpus.share_of_replica(["0", "1", "2", "3"], "2", 0, 3)
+        this_machine.share_of_replica(["0", "1", "2", "3"], "2", 0, 3)
     with pytest.raises(ConfigError, match="TANDEM_COMPOSE_GPUS"):
-        gpus.share_of_replica(["0"], "0", 0, 1)
+        this_machine.share_of_replica(["0"], "0", 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_a_replica_takes_gpus_of_its_own() -> None:
     [("", []), ("-1", []), ("1,0", ["1", "0"]), ("0,-1,2", ["0"]), ("GPU-89, MIG-1", ["GPU-89", "MIG-1"])],
 )
 def test_visible_gpus_are_read_as_cuda_reads_them(visible: str, seen: list[str]) -> None:
-    assert gpus.gpus_of({"CUDA_VISIBLE_DEVICES": visible}) == seen
+    assert this_machine.gpus_of({"CUDA_VISIBLE_DEVICES": visible}) == seen
 
 
 class Nvml:
@@ -132,7 +133,7 @@ class Nvml:
 
 def test_gpus_are_counted_where_they_have_no_device_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Nvml())
-    assert gpus.gpus_of({}) == ["0", "1"]
+    assert this_machine.gpus_of({}) == ["0", "1"]
 
 
 def test_without_nvidias_library_device_files_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +142,7 @@ def test_without_nvidias_library_device_files_count(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
     monkeypatch.setattr(Path, "glob", lambda self, pattern: [Path("/dev/nvidia0")])
-    assert gpus.gpus_of({}) == ["0"]
+    assert this_machine.gpus_of({}) == ["0"]
 
 
 def test_a_port_that_another_program_has_is_not_waited_for_in_silence(

@@ -25,7 +25,7 @@ from tandem.data.ranges import RangeReader
 from tandem.data.tar_index import StoredBlock, index_shards, read_index
 from tandem.data.tar_shards import BlockMetrics, TarBlocks
 from tandem.errors import ConfigError, DataUnavailableError
-from tandem.report.block_reads import block_reads
+from tandem.report.history import block_reads
 from tandem.telemetry.metrics import REQUEST_OUTCOMES
 from tandem.telemetry.registry import Registry
 
@@ -146,6 +146,32 @@ def test_local_shards_stay_open_up_to_a_limit(
 def test_blocks_in_the_cache_are_closed_after_each_read(opened: Opening) -> None:
     check(opened())
     assert open_files(opened.cache) == 2  # both of LOCKS
+
+
+def test_a_block_is_in_memory_until_each_of_its_samples_was_read(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "0.tar").write_bytes((shards / "0.tar").read_bytes())
+    index_shards([str(tmp_path / "0.tar")], tmp_path / "index.jsonl", BLOCK)
+    data = tar_blocks(tmp_path / "index.jsonl")
+    reads: list[int] = []
+    read = tar_shards._sample_of_file
+    monkeypatch.setattr(tar_shards, "_sample_of_file", lambda *given: reads.append(given[-1]) or read(*given))
+    of_block = range(data.block_sizes()[0])
+    for sample in random.Random(0).sample(of_block, len(of_block)):
+        check(data, [sample])
+    assert not reads and not data._in_memory._blocks
+    check(data, [3])
+    assert reads == [3]
+    # One of two processes has half of the memory: here two of the four blocks.
+    monkeypatch.setattr(tar_shards, "MOST_IN_MEMORY", 4 * max(block.length for block in data.blocks))
+    few = pickle.loads(pickle.dumps(data))
+    few.hold(4, 2)
+    for index in random.Random(1).sample(range(len(few)), len(few)):
+        check(few, [index])
+        assert sum(len(each.data or b"") for each in few._in_memory._blocks.values()) == few._in_memory._size
+        assert few._in_memory._size <= few._in_memory.limit
+    assert 1 < len(reads) < len(few)
 
 
 def test_a_local_shard_that_changed_is_refused(shards: Path, tmp_path: Path) -> None:

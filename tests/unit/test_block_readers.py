@@ -186,6 +186,19 @@ def test_a_wrong_parquet_file_is_one_line(tmp_path: Path, change: Any, columns: 
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("columns", ["number", "", []])
+def test_columns_are_a_list_of_names(tmp_path: Path, columns: Any) -> None:
+    write(tmp_path)
+    with pytest.raises(ConfigError, match="columns: invalid value"):
+        parquet(tmp_path / "part-*.parquet", columns)
+
+
+@pytest.mark.parametrize("reader", [parquet, lambda files: tokens(files, length=10)])
+def test_an_empty_list_of_files_is_one_line(reader: Any) -> None:
+    with pytest.raises(ConfigError, match="files: got an empty list"):
+        reader([])
+
+
 def test_parquet_files_without_rows_are_refused(tmp_path: Path) -> None:
     write(tmp_path, rows=0, files=1)
     with pytest.raises(ConfigError, match="no rows"):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tandem.distributed import batchnorm as ours
-from tandem.training.replicas import checksum, comparable
+from tandem.training.rank_checks import checksum, comparable
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 1000, 5000])

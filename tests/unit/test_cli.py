@@ -158,6 +158,45 @@ def test_a_closed_stream_leaves_the_exit_code_alone(words: str, code: int, close
     assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [["config"], ["--help"], ["config", "--json"]])
+def test_output_that_a_full_disk_lost_is_an_error_in_one_line(words: list[str], unbuffered: str) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "tandem", *words],
+            env=environment(PYTHONPATH=SOURCE, PYTHONUNBUFFERED=unbuffered),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=patient(100),
+        )
+    line = "tandem: the output is incomplete: No space left on device; free space and repeat\n"
+    assert (done.returncode, done.stderr) == (1, line)
+
+
+def test_a_run_directory_with_a_name_that_no_file_can_have_is_one_line(tmp_path: Path) -> None:
+    done = watched(tmp_path, "launch", "--run-dir", "x" * 300)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"{'x' * 300}: File name too long; give another --run-dir" in done.stdout + done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", ["launch", "runs", "config"])
+def test_a_directory_that_was_deleted_is_one_line(verb: str, tmp_path: Path) -> None:
+    (here := tmp_path / "here").mkdir()
+    words = shlex.join([sys.executable, "-m", "tandem", verb])
+    done = subprocess.run(
+        ["bash", "-c", f"rmdir {shlex.quote(str(here))}; exec {words}"],
+        cwd=here,
+        env=environment(PYTHONPATH=SOURCE),
+        capture_output=True,
+        text=True,
+        timeout=patient(100),
+    )
+    assert done.returncode == 2
+    assert done.stderr == "tandem: the current directory was deleted; type `cd` and one that exists\n"
+
+
 @pytest.mark.parametrize(
     "typed, meant",
     [("lanch", "launch"), ("trian", "train"), ("checkpoint", "checkpoints"), ("confg", "config")],

@@ -10,8 +10,7 @@ import pytest
 from patience import patient
 from tandem import shipped
 from tandem.cluster import actions, command_line, project
-from tandem.cluster.engine import Cluster, ClusterError
-from tandem.cluster.wording import Wording, typed
+from tandem.cluster.engine import Cluster, ClusterError, Wording, typed
 from tandem.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tandem.cluster import actions, copy_run, engine, preflight, volume
+from tandem.cluster import actions, engine, preflight, volume
 from tandem.cluster import actions as cluster
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +63,7 @@ def test_an_engine_that_hangs_is_one_line(played: Any, monkeypatch: pytest.Monke
         (hung, lambda: started.read("/checkpoints/x/events.jsonl")),
         (f'[ "$1" = version ] && {hung}; {gone}', lambda: engine.docker("ps")),
         (f'[ "$1" = run ] && {hung}; echo v', lambda: volume.read("v", "image", "/checkpoints/x")),
-        (f'[ "$1" = run ] && {hung}; echo own_checkpoints', lambda: copy_run.get(NO_RUN)),
+        (f'[ "$1" = run ] && {hung}; echo own_checkpoints', lambda: volume.get(NO_RUN)),
     ):
         played(script)
         with pytest.raises(engine.ClusterError, match="took longer than") as error:

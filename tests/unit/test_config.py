@@ -337,6 +337,41 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert message_of(dotenv=dotenv).startswith(f"cannot read {dotenv}")
 
 
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("TANDEM_EPOCHS: 3\n", 1),
+        ('A=1\n\nTANDEM_TASK="digits\n', 3),
+        ("export TANDEM_TASK='digits\n", 1),
+        ('A=1\nB="open\nTANDEM_EPOCHS=3\nC="x"\n', 2),  # the quote of B swallows the setting
+    ],
+)
+def test_a_line_of_the_dotenv_file_that_sets_nothing_is_an_error(
+    tmp_path: Path, text: str, line: int
+) -> None:
+    dotenv = tmp_path / ".env"
+    dotenv.write_text(text)
+    assert message_of(dotenv=dotenv).startswith(f"line {line} of {dotenv} is not a variable; expected")
+
+
+def test_lines_of_other_programs_in_the_dotenv_file_are_theirs(tmp_path: Path) -> None:
+    dotenv = tmp_path / ".env"
+    dotenv.write_text("# TANDEM_LR: 3\nCOMMAND: echo $TANDEM_LR\nexport TANDEM_EPOCHS=7 # seven\n")
+    assert load([], {}, dotenv).settings.run.epochs == 7
+
+
+def test_the_mark_that_editors_on_windows_write_is_no_part_of_a_file(tmp_path: Path) -> None:
+    for name, text in (
+        ("a.toml", "epochs = 7\r\n"),
+        ("a.yaml", "epochs: 7\r\n"),
+        ("a.json", '{"epochs": 7}'),
+    ):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        assert load(["--config", str(tmp_path / name)], {}, None).settings.run.epochs == 7
+    (tmp_path / ".env").write_text("TANDEM_EPOCHS=7\r\n", encoding="utf-8-sig")
+    assert load([], {}, tmp_path / ".env").settings.run.epochs == 7
+
+
 def test_dict_round_trip_goes_through_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_EPOCHS", "99")
     settings = settings_of("--lr", "0.3", "--threads", "2", "--run-dir", "runs/a", "--task.depth", "4")
@@ -411,7 +446,9 @@ def test_settings_need_neither_torch_nor_pydantic_until_a_value_is_given() -> No
 
 def test_what_only_the_environment_can_say_is_no_silence_in_the_dotenv_file(tmp_path: Path) -> None:
     dotenv = tmp_path / ".env"
-    dotenv.write_text("TANDEM_STATE_DIR=/x\nTANDEM_TRIALS=3\nTANDEM_JOB_SECRET=0123456789abcdef\nTANDEM_LR=2\n")
+    dotenv.write_text(
+        "TANDEM_STATE_DIR=/x\nTANDEM_TRIALS=3\nTANDEM_JOB_SECRET=0123456789abcdef\nTANDEM_LR=2\n"
+    )
     notes = load([], {}, dotenv).notes
     assert [note.partition(" ")[0] for note in notes] == ["TANDEM_STATE_DIR", "TANDEM_TRIALS"]
 

@@ -100,6 +100,12 @@ def test_a_mistake_in_a_file_is_one_line(tmp_path: Path, name: str, text: str, e
     assert refused(path, text).startswith(expected.format(file=path))
 
 
+def test_a_missing_file_is_named_without_the_number_of_its_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(Parser("launch", "", "").read(["--config", str(tmp_path / "none.toml")]).given, {}, None)
+    assert "none.toml" in str(caught.value) and "Errno" not in str(caught.value)
+
+
 def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
     for name in ("a.toml", "a.yaml"):
         assert load(tmp_path / name, "").settings == Settings()

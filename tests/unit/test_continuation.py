@@ -17,9 +17,9 @@ from tandem.tasks.base import TaskWithDefaults
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.journal import Journal
 from tandem.telemetry.recorder import Recorder
-from tandem.training.loading import load_state
 from tandem.training.optim import Schedule, build_optimizer, groups_of
 from tandem.training.step import Readings
+from tandem.training.train_state import load_state
 
 READINGS = Readings(None, None, 0, 0.0, None)
 

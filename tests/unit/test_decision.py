@@ -74,6 +74,37 @@ def test_a_damaged_manifest_is_quarantined(store: CheckpointStore) -> None:
     assert (store.directory / "corrupt-step-000000020-1").is_dir()
 
 
+def test_a_missing_manifest_is_told_and_its_step_can_be_saved_again(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A copy without manifests started at step 0 without a warning, and its saves blamed another writer."""
+    for step in (10, 20):
+        save(store, step, make())
+    (store.path(20) / "manifest.json").unlink()
+    assert begin(decide_resume(make(), store)) == ("resume", 10)
+    assert (store.directory / "corrupt-step-000000020-1" / "state.pt").exists()
+    assert any("step 20" in line and "manifest.json is missing" in line for line in caplog.messages)
+    save(store, 20, make())
+    for step in (10, 20):
+        (store.path(step) / "manifest.json").unlink()
+    assert begin(decide_resume(make(), store)) == ("fresh", 0)
+    assert any("no valid checkpoint" in line for line in caplog.messages)
+
+
+def test_a_start_from_nothing_left_is_told(store: CheckpointStore, caplog: pytest.LogCaptureFixture) -> None:
+    def told() -> int:
+        return sum("no valid checkpoint" in line and "step 0" in line for line in caplog.messages)
+
+    assert begin(decide_resume(make(), store)) == ("fresh", 0) and not told(), "nothing was there"
+    for step in (10, 20):
+        save(store, step, make())
+        (store.path(step) / "manifest.json").write_bytes(b"")
+    assert begin(decide_resume(make(), store)) == ("fresh", 0) and told() == 1
+    save(store, 10, make())
+    (store.path(10) / "state.pt").write_bytes(b"")
+    assert found_by_rank_0(store, decide_resume(make(), store)) == (0, "") and told() == 2
+
+
 def test_a_complete_run_has_been_read_back(store: CheckpointStore) -> None:
     for step in (39, 40):
         save(store, step, make())

@@ -24,9 +24,8 @@ from tandem.distributed.position import Connection, Grant, Position
 from tandem.errors import ConfigError, GpuLostError, PeerLostError, is_retried
 from tandem.signals import StopFlag
 from tandem.tasks.recompute import recomputed
-from tandem.training.loading import on_their_devices
 from tandem.training.precision import lay_out, precision_of
-from tandem.training.train_state import check_compilation
+from tandem.training.train_state import check_compilation, on_their_devices
 from tandem.verify import doctor, machine, resume
 
 

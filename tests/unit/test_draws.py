@@ -18,6 +18,7 @@ from tandem.data.host_generators import TORCH, AllNotedReads, KeptGenerators, un
 from tandem.data.loader import train_batches
 from tandem.data.sampler import GlobalOrder, TrainBatches
 from tandem.data.seeds import derive_seed
+from tandem.errors import ConfigError
 
 CPU = torch.device("cpu")
 SEED = 7
@@ -177,8 +178,9 @@ def test_tuples_of_tensors_are_collated_as_by_torch() -> None:
     for made, expected in zip(collated(None, samples, None, 0), default_collate(samples), strict=True):
         assert torch.equal(made, expected)
     assert type(collated(None, samples, None, 0)) is type(default_collate(samples))
-    with pytest.raises(RuntimeError, match="equal size"):
+    with pytest.raises(ConfigError, match=r"\[2, 3\]") as caught:
         collated(None, [*samples, (torch.rand(2, 3),)], None, 0)
+    assert "equal size" in str(caught.value.__cause__)
 
 
 def test_own_code_is_not_observed_and_a_profiler_of_the_user_stays() -> None:

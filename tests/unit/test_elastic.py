@@ -6,7 +6,8 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tandem.launch.membership import Departures, LastCall
+from tandem.launch.generation_sync import Departures
+from tandem.launch.rendezvous_state import LastCall
 from tandem.platforms.detection import Placement
 from tandem.timeouts import FIRST_CALL_SECONDS, LAST_CALL_SECONDS
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tandem.platforms import replica
+from tandem.platforms import compose
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +27,7 @@ def follow_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(module.socket, "gethostbyname", resolve)
     monkeypatch.setattr(module, "NOTES", tmp_path)
-    monkeypatch.setattr(replica, "NOTES", tmp_path)
+    monkeypatch.setattr(compose, "NOTES", tmp_path)
     monkeypatch.setattr(module.signal, "signal", lambda *_: None)
     return module
 
@@ -35,7 +35,7 @@ def follow_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def follow(module: Any, folder: Path, codes: dict[str, int]) -> int:
     nodes, log = module.Nodes("own", 2), module.Log(folder)
     for container, code in codes.items():
-        replica.note_code(container, code)
+        compose.note_end(folder / "run", container, code)
     return int(module.follow(nodes, log, [], module.Waits(poll=0.01, gone=0.1)))
 
 
@@ -79,7 +79,7 @@ def test_other_containers_than_nodes_says_are_refused(
 
 
 def test_a_code_is_forgotten_when_the_container_starts_again(tmp_path: Path, follow_job: Any) -> None:
-    replica.note_code("a", 200)
+    compose.note_end(tmp_path, "a", 200)
     assert list(tmp_path.glob("code-*.json"))
-    replica.note_start("a")
+    compose.note_start("a")
     assert not list(tmp_path.glob("code-*.json"))

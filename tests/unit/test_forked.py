@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import tree
-from forked import Forked, may_be_forked
+from forked import SOURCE, Forked, may_be_forked
 
 LAUNCH = [sys.executable, "-m", "tandem", "launch"]
 OPTIONS = {"text": True, "stdout": subprocess.PIPE}
@@ -53,12 +53,19 @@ def test_its_exit_code_and_output(tmp_path: Path, processes: Any) -> None:
         (["/usr/bin/python3", *LAUNCH[1:], "--steps", "3"], OPTIONS),
         ([*LAUNCH, "--steps", "3"], {**OPTIONS, "env": {**os.environ, "OMP_NUM_THREADS": "7"}}),
         ([*LAUNCH, "--steps", "3"], {**OPTIONS, "env": {**os.environ, "PYTHONUNBUFFERED": "1"}}),
+        ([*LAUNCH, "--steps", "3"], {**OPTIONS, "env": {**os.environ, "PYTHONPATH": "/elsewhere"}}),
         ([*LAUNCH, "--steps", "3"], {**OPTIONS, "preexec_fn": os.getpid}),
         ([*LAUNCH, "--steps", "3"], {**OPTIONS, "pass_fds": [5]}),
     ],
 )
 def test_what_starts_as_a_new_interpreter(command: list[str], options: dict[str, Any]) -> None:
     assert not may_be_forked(command, options)
+
+
+def test_the_place_of_tandem_itself_changes_no_import() -> None:
+    environ = {**os.environ, "PYTHONPATH": SOURCE}
+    forks = os.environ.get("TEST_FORKS") != "0"
+    assert may_be_forked([*LAUNCH, "--steps", "3"], {**OPTIONS, "env": environ}) is forks
 
 
 def test_a_forked_process_collects_nothing_that_was_left_here() -> None:

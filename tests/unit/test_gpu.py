@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tandem.launch.gpus import chosen_gpus
+from tandem.launch.this_machine import chosen_gpus
 from tandem.telemetry.gpu import Gpus
 from tandem.telemetry.metrics import GPU_INFO
 from tandem.telemetry.registry import Registry

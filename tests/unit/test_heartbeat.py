@@ -9,8 +9,8 @@ import pytest
 
 from tandem.telemetry import heartbeat
 from tandem.telemetry.clock import Clock
-from tandem.telemetry.clock_locator import ClockLocator
 from tandem.telemetry.hangs import HangLimits
+from tandem.telemetry.heartbeat import ClockLocator
 
 LIMIT_SECONDS = 60.0
 

@@ -21,6 +21,7 @@ from tandem.config import Settings
 from tandem.errors import CheckpointError, CorruptCheckpointError, UnloadableError
 from tandem.report.history import History
 from tandem.run.directory import RunDir
+from trials.store import newest_valid
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -167,7 +168,7 @@ def test_what_is_no_file_of_that_size_is_not_read(
     with pytest.raises(CorruptCheckpointError):
         store.read(2)
     told: list[str] = []
-    found = store.newest_valid(lambda step, problem: told.append(problem))
+    found = newest_valid(store, lambda step, problem: told.append(problem))
     assert found is not None and found[0] == 1 and len(told) == 1
 
 
@@ -192,7 +193,7 @@ def test_names_that_are_not_ours_do_not_count(store: CheckpointStore, name: str)
     os.rename(store.path(2), store.directory / name)
     (store.directory / name / "link").symlink_to("/proc/self/fd/99")
     assert store.steps() == [1] and newest_step(store) == 1
-    assert store.newest_valid(lambda *_: pytest.fail("nothing is damaged")) == (1, STATE, INFO)
+    assert newest_valid(store, lambda *_: pytest.fail("nothing is damaged")) == (1, STATE, INFO)
     assert [row.step for row in list_checkpoints(store)] == [1]
     store.save(3, STATE, INFO)
     assert (store.directory / name / "manifest.json").exists(), "it is left alone"

@@ -54,6 +54,12 @@ def test_what_is_there_already_stays(project: Path) -> None:
     assert (project / "task.py").read_text() == "mine\n" and not (project / "Dockerfile").exists()
 
 
+def test_a_file_is_not_a_folder_for_a_project(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text("mine\n")
+    with pytest.raises(ConfigError, match=r"task\.py is a file; .*tandem init DIR"):
+        init(tmp_path / "task.py")
+
+
 @pytest.mark.parametrize("name", ["task.py", "k8s/kustomization.yaml", "k8s"])
 def test_nothing_is_written_through_a_link(tmp_path: Path, name: str) -> None:
     """A link that leads nowhere was no file that is there, and what it named was written."""

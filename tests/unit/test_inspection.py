@@ -3,6 +3,7 @@
 import faulthandler
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -28,10 +29,10 @@ from tandem.errors import ConfigError
 from tandem.launch.inspection import KEY, LocalRanks, RemoteNodes, _packed, _requests, send_chunks
 from tandem.launch.inspection_socket import InspectionSocket
 from tandem.launch.recordings import Offset, answer_clock, keep_snapshots, measure_clock
-from tandem.report.inspected import memory_text, stacks_text
+from tandem.report.inspection import memory_text, stacks_text
 from tandem.report.traces import merged
 from tandem.run.directory import RunDir
-from tandem.telemetry import memory_use, profiling
+from tandem.telemetry import inspection, profiling
 from tandem.telemetry.inspection import Answer, Request, handle
 from tandem.telemetry.stacks import is_helper, parse_dump, thread_stacks
 
@@ -284,7 +285,7 @@ def test_memory_shows_tensors_once_and_what_was_allocated_meanwhile(tmp_path: Pa
     other = threading.Thread(target=allocate)
     other.start()
     found = Reports()
-    memory_use.measure({"seconds": 0.3}, tmp_path / "snapshot", found)
+    inspection.measure({"seconds": 0.3}, tmp_path / "snapshot", found)
     done.set()
     other.join()
     ((facts, error, file),) = found
@@ -303,7 +304,7 @@ def test_memory_shows_tensors_once_and_what_was_allocated_meanwhile(tmp_path: Pa
 def test_a_program_that_traces_its_memory_goes_on_tracing(tmp_path: Path) -> None:
     tracemalloc.start()
     try:
-        memory_use.measure({"seconds": 0.01}, tmp_path / "snapshot", Reports())
+        inspection.measure({"seconds": 0.01}, tmp_path / "snapshot", Reports())
         assert tracemalloc.is_tracing()
     finally:
         tracemalloc.stop()
@@ -344,6 +345,8 @@ def test_a_refused_request_is_one_line(tmp_path: Path) -> None:
         assert "no ranks at the moment" in refused(folder)
         note = folder / "log" / "inspection.json"
         known = json.loads(note.read_text())
+        copy = shutil.copytree(folder, tmp_path / "copy")
+        assert "is a copy of a run" in refused(copy), "the run answered for it"
         assert (tmp_path / "inspect.sock").stat().st_mode & 0o077 == 0, "only its user reaches it"
     assert not note.exists() and "has ended" in refused(folder)
     for words, said in (

@@ -10,8 +10,8 @@ import pytest
 
 from patience import patient
 from tandem.errors import ConfigError
-from tandem.report.access import Access
 from tandem.report.server import MetricsServer
+from tandem.report.web import Access
 from tandem.telemetry.registry import Registry
 
 PAGE = {"Authorization": "Bearer word", "X-Tandem": "page"}

@@ -57,6 +57,9 @@ def test_two_tasks_of_an_array_never_share_a_run_directory(tmp_path: Path) -> No
     taken(settings_of(Path("/proc/nothing")), other)  # the volume need not be there
     with pytest.raises(ConfigError, match="cannot write to the run directory"):
         taken(settings_of(Path("/proc/nothing")), task_of_array(1))
+    (tmp_path / "link").symlink_to("/nonexistent/folder")
+    with pytest.raises(ConfigError, match=r"run directory .*/link: it is a link to nothing"):
+        taken(settings_of(tmp_path / "link"), task_of_array(1))
 
 
 def test_nodes_of_a_task_that_start_at_once_are_of_that_task(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ tests/faults/test_join_trials.py has nodes that measure.
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +127,9 @@ def test_a_device_that_multiplies_wrongly_is_found(monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def listener() -> Iterator[LinkListener]:
-    with closing(LinkListener(HERE)) as found:
-        yield found
+    found = LinkListener(HERE)
+    yield found
+    found._listener.close()
 
 
 def test_both_ends_measure_a_link(listener: LinkListener) -> None:

@@ -127,7 +127,7 @@ def of_verify_resume(folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
 
 def of_audit(folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     from tandem.verify.audit import DIFFERS, EXACT, AuditOptions, AuditTrial, AuditVerdict
-    from tandem.verify.audit_kinds import AuditFinding
+    from tandem.verify.audit_findings import AuditFinding
 
     finding = AuditFinding("schedule", "0.1 instead of 0.01 at step 4", 4)
     bad = AuditTrial([3], [4, None], "loss differs", 4.0, [finding])

@@ -176,3 +176,55 @@ def test_what_is_no_number_cannot_be_logged(value: Any) -> None:
     with pytest.raises(ConfigError, match="accuracy") as caught:
         LoggedValues(ALONE).add("accuracy", value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [nn.Linear, torch.optim.SGD, torch.Generator, np.ndarray, int])
+def test_a_class_is_refused_by_its_name(value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"value=.*class {value.__name__}"):
+        state_of(KeptValues(model=nn.Linear(2, 2), value=value))
+
+
+def test_a_name_that_is_not_kept_is_refused_with_the_kept_ones() -> None:
+    kept = KeptValues(model=nn.Linear(2, 1), best=0.0)
+    with pytest.raises(ConfigError, match="'bets'.*best"):
+        kept.bets = 1.0
+    with pytest.raises(ConfigError, match="'epoch'.*kept: model, best"):
+        kept.epoch = 3
+    assert vars(kept).keys() == {"model", "best"}
+
+
+class Copying:
+    """Its state is a copy of a module's tensors, in another arrangement."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def state_dict(self) -> Any:
+        return [tensor.clone() for tensor in self.module.state_dict().values()]
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def test_a_wrapped_model_that_no_value_contains_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for values in ({"optimizer": optimizer}, {"first": model[0], "best": 0.5}, {"other": nn.Linear(4, 4)}):
+        with pytest.raises(ConfigError, match=r"wrapped Sequential.*run.keep\(model=model"):
+            KeptState(KeptValues(**values), [model], ALONE)
+
+
+@pytest.mark.parametrize("values", [
+    lambda model: {"net": model},
+    lambda model: {"outer": nn.ModuleDict({"inner": model})},
+    lambda model: {"a": model[0], "b": model[1]},
+    lambda model: {"trainer": Copying(model)},
+    lambda model: {f"p{at}": parameter for at, parameter in enumerate(model.parameters())},
+], ids=["itself", "inside", "parts", "object", "tensors"])  # fmt: skip
+def test_a_wrapped_model_may_be_kept_in_any_form(values: Any) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    KeptState(KeptValues(**values(model)), [model], ALONE)
+
+
+def test_only_trained_weights_of_a_wrapped_model_have_to_be_kept() -> None:
+    model = nn.Sequential(nn.Linear(2, 3).requires_grad_(False), nn.Linear(3, 1))
+    KeptState(KeptValues(head=model[1]), [model], ALONE)

@@ -57,6 +57,16 @@ def test_runs_are_listed_newest_first(folder: Path, capsys: pytest.CaptureFixtur
     assert lines[5].startswith("open: killed, or running on another machine")
 
 
+def test_a_clock_that_is_ahead_removes_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that has just started on another machine looked as if it had been silent for hours."""
+    make(tmp_path / "runs" / "new", None, saved=False)
+    make(tmp_path / "runs" / "old", None, saved=False, age=AGO)
+    right = time.time
+    monkeypatch.setattr(time, "time", lambda: right() + 2 * AGO)
+    assert run("runs", [str(tmp_path / "runs"), "--clean"], {}) == 0
+    assert os.listdir(tmp_path / "runs") == ["new"]
+
+
 def test_a_run_whose_launch_is_seen_is_running(tmp_path: Path) -> None:
     run_dir = make(tmp_path / "here", None, saved=True)
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(run_dir)], stdout=subprocess.PIPE)

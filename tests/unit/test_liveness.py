@@ -13,9 +13,8 @@ from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import FAILED
 from tandem.launch import rendezvous
 from tandem.launch.generation_sync import check_all_are_in
-from tandem.launch.membership import LastCall
 from tandem.launch.rendezvous import JobEndedError, StoreLostError
-from tandem.launch.rendezvous_state import WatchfulBackend
+from tandem.launch.rendezvous_state import LastCall, WatchfulBackend
 from tandem.platforms.detection import Placement
 
 NODES = [engine._NodeDesc(f"node{index}", 1, index) for index in (0, 1)]
@@ -40,7 +39,7 @@ def holders(store: TCPStore) -> list[Any]:
 
 @pytest.mark.parametrize("seconds", [-3600, -30, -6, 0, 6, 30, 3600])
 def test_a_node_whose_clock_is_off_lives(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tandem.launch import membership
+    from tandem.launch import rendezvous_state
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     true, off = holders(store)
@@ -48,7 +47,7 @@ def test_a_node_whose_clock_is_off_lives(seconds: float, monkeypatch: pytest.Mon
     def as_node(index: int, holder: Any, beats: bool) -> None:
         clock = shifted(seconds if index else 0)
         monkeypatch.setattr(engine, "datetime", clock)
-        monkeypatch.setattr(membership, "datetime", clock)
+        monkeypatch.setattr(rendezvous_state, "datetime", clock)
         holder.sync()
         if beats:
             holder.state.participants.setdefault(NODES[index], 0)
@@ -65,12 +64,12 @@ def test_a_node_whose_clock_is_off_lives(seconds: float, monkeypatch: pytest.Mon
 
 
 def test_a_node_that_says_nothing_more_is_out_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tandem.launch import membership
+    from tandem.launch import rendezvous_state
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     true, off = holders(store)
     now = [100.0]
-    monkeypatch.setattr(membership.running_clock, "now", lambda: now[0])
+    monkeypatch.setattr(rendezvous_state.running_clock, "now", lambda: now[0])
     for index, holder in enumerate((true, off)):
         holder.sync()
         holder.state.participants[NODES[index]] = 0

@@ -14,7 +14,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    IterableDataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from tandem import process
 from tandem.config.slices import DataConfig
@@ -155,6 +163,44 @@ def test_generators_are_put_back_after_an_error() -> None:
         torch.rand(3)
         raise ZeroDivisionError
     assert torch.equal(before, torch.get_rng_state())
+
+
+class OfEpoch(Dataset[torch.Tensor]):
+    """A sample is its epoch and a number that was drawn for the epoch."""
+
+    epoch, drawn = -1, 0.0
+
+    def __len__(self) -> int:
+        return 20
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch, self.drawn = epoch, random.random() + float(numpy.random.rand()) + float(torch.rand(()))
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(self.epoch), self.drawn])
+
+
+class OfEpochAtOnce(OfEpoch):
+    def __getitems__(self, indices: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self[int(index)] for index in indices])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [OfEpoch, OfEpochAtOnce])
+def test_a_dataset_is_told_its_epoch_in_each_process_and_after_a_resume(
+    kind: type[OfEpoch], workers: int
+) -> None:
+    def batches(dataset: Any, start: int) -> list[torch.Tensor]:
+        cut = TrainBatches(GlobalOrder(len(dataset), 4, 0), 0, 1, None, start, 15)
+        return list(train_batches(dataset, cut, seed=0, workers=workers, device=CPU))
+
+    calm = batches(kind(), 0)
+    assert [batch[:, 0].tolist() for batch in calm] == [[float(step // 5)] * 4 for step in range(15)]
+    resumed = batches(kind(), 7)
+    assert all(torch.equal(*pair) for pair in zip(calm[7:], resumed, strict=True))
+    whole = kind()
+    parts: Any = ConcatDataset([Subset(whole, range(10)), Subset(whole, range(10, 20))])
+    assert [batch[0, 0].item() for batch in batches(parts, 0)] == [step // 5 for step in range(15)]
 
 
 def test_a_dataset_that_answers_in_batches_is_asked_directly() -> None:

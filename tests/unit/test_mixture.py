@@ -258,6 +258,11 @@ IMAGES = TensorImages(PIXELS, torch.zeros(4), (0.0,), (1.0,), augment=lambda *_:
         ({"a": (IMAGES, 1)}, None, "augments"),
         ({"a": (Named(0, 5), 1)}, {0: {"a": 1}}, "step 0"),
         ({"a": (Named(0, 5), 1)}, {5: {"b": 1}}, "step 5"),
+        ({"a": Named(0, 5)}, None, "a: got Named"),
+        ({"a": [1, 2, 3]}, None, "a: got 3 values"),
+        ([(Named(0, 5), 1)], None, "sources: invalid type list"),
+        ({"a": (Named(0, 5), 1)}, [{"a": 1}], "stages: invalid type list"),
+        ({"a": (Named(0, 5), 1)}, {5: 1}, "step 5: invalid type int"),
     ],
 )
 def test_a_wrong_mixture_is_one_line(sources: Any, stages: Any, word: str) -> None:

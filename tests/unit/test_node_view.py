@@ -60,6 +60,24 @@ def test_health_is_written_again_once_it_can_be(
     assert len(warnings) == 1, "said once, not each second"
 
 
+def test_a_clock_that_is_set_is_no_time_without_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placement = detect({}, "here", SECOND_OF_TWO)
+    node = view.NodeView(
+        RunDir(tmp_path / "run"), Settings(), placement, tmp_path / "state", tmp_path / "scratch"
+    )
+    right = time.time
+    try:
+        for ahead in (7200, -7200):
+            monkeypatch.setattr(time, "time", lambda ahead=ahead: right() + ahead)
+            status = node.status()
+            assert status["healthy"], status["health"]
+            assert 0 <= status["seconds_since_progress"] < LIMIT_SECONDS  # type: ignore[operator]
+    finally:
+        node.close()
+
+
 def test_the_end_of_a_run_shorter_than_a_tick_is_in_its_health(tmp_path: Path) -> None:
     placement = detect({}, "here", SECOND_OF_TWO)
     node = view.NodeView(

@@ -14,10 +14,9 @@ import pytest
 
 from tandem.config.address import hide, secrets_in
 from tandem.errors import ConfigError
-from tandem.report import otel, otel_variables
+from tandem.report import otel
 from tandem.report.log_lines import LogEntry, Mark, entries, new_lines
-from tandem.report.otel import SendProgress
-from tandem.report.otel_variables import OtelChoice, is_wanted, resource_of
+from tandem.report.otel import OtelChoice, SendProgress, is_wanted, resource_of
 from tandem.run.directory import RunDir
 from tandem.telemetry import metrics
 from tandem.telemetry import spans as writing
@@ -53,20 +52,20 @@ def test_what_is_sent(environ: dict[str, str], signals: tuple[str, ...]) -> None
 
 @pytest.mark.parametrize(("text", "seconds"), [("500", 0.5), ("", 60.0), ("often", 60.0), ("-1", 60.0)])
 def test_the_interval(text: str, seconds: float) -> None:
-    assert OtelChoice.of({ENDPOINT: "http://c:4318", otel_variables.INTERVAL: text}).interval == seconds
+    assert OtelChoice.of({ENDPOINT: "http://c:4318", otel.INTERVAL: text}).interval == seconds
 
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> "queue.Queue[logging.LogRecord]":
     lines: queue.Queue[logging.LogRecord] = queue.Queue()
-    monkeypatch.setattr(otel_variables.log, "handlers", [QueueHandler(lines)])
+    monkeypatch.setattr(otel.log, "handlers", [QueueHandler(lines)])
     return lines
 
 
 def test_without_the_package_one_line_says_so(
     said: "queue.Queue[logging.LogRecord]", monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(otel_variables, "find_spec", lambda name: None)
+    monkeypatch.setattr(otel, "find_spec", lambda name: None)
     assert not is_wanted({}) and said.empty()
     assert not is_wanted({ENDPOINT: "http://c:4318", "OTEL_EXPORTER_OTLP_HEADERS": "key=secret"})
     line = said.get_nowait().getMessage()

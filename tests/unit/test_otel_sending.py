@@ -15,7 +15,7 @@ from needs import require
 from patience import patient
 from tandem.config.address import secrets_in
 from tandem.report import otel
-from tandem.report.otel_variables import ENDPOINT, is_installed
+from tandem.report.otel import ENDPOINT, is_installed
 from tandem.report.tracking import follow
 from tandem.run.directory import RunDir
 from tandem.telemetry import metrics

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from tandem.distributed.restart_notes import OUT_OF_MEMORY, OutOfMemory, is_out_of_memory, newest_in
+from tandem.distributed.restart_notes import KEYS, OutOfMemory, is_out_of_memory, newest_in, write
 
 SHORT = [
     RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`"),
@@ -40,7 +40,7 @@ def test_the_agents_read_what_a_rank_has_written_below_its_prefix() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert newest_in(store) is None
     found = OutOfMemory("generation/1.ab", 1, 0, 7, 4)
-    found.write(PrefixStore("generation/1.ab", store))
+    write(PrefixStore("generation/1.ab", store), found)
     assert newest_in(store) == found
 
 
@@ -51,5 +51,5 @@ def test_the_agents_read_what_a_rank_has_written_below_its_prefix() -> None:
 def test_anything_else_there_counts_as_nothing(changed: Any) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     whole = vars(OutOfMemory("generation/1.ab", 1, 0, 7, 4))
-    store.set(OUT_OF_MEMORY, json.dumps(whole | changed if isinstance(changed, dict) else changed))
+    store.set(KEYS[OutOfMemory], json.dumps(whole | changed if isinstance(changed, dict) else changed))
     assert newest_in(store) is None

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from tandem.checkpoint.store import CheckpointStore
 from tandem.checkpoint.writer import CheckpointWriter
 from tandem.errors import CheckpointError, ConfigError, RunTakenError, StoppedError
 from tandem.platforms.detection import Placement
-from tandem.run.lease import LeaseRecord, Token, acquire, fence, refuse_if_owned, restarted_as
+from tandem.run.lease import LeaseRecord, Token, acquire, fence, owner_here, refuse_if_owned, restarted_as
 
 HOLD = program_text("owner_hold")
 
@@ -105,9 +106,7 @@ def test_a_killed_owner_is_taken_over_with_a_line(
     assert len(caplog.records) == 1, "one that has ended as it should needs no line"
 
 
-def test_a_frozen_owner_loses_the_run_and_publishes_nothing_when_it_comes_back(
-    run: Path, hold: Hold
-) -> None:
+def test_a_frozen_owner_loses_the_run_and_publishes_nothing_when_it_comes_back(run: Path, hold: Hold) -> None:
     first = hold(run)
     token = Token(1, the_note(run).word)
     first.send_signal(signal.SIGSTOP)
@@ -217,6 +216,27 @@ def test_the_same_job_started_again_elsewhere_does_not_wait(run: Path, hold: Hol
     mine.close()
 
 
+def test_a_copy_of_a_running_run_is_not_the_run(run: Path, hold: Hold, tmp_path: Path) -> None:
+    hold(run)
+    shutil.copytree(run, copy := tmp_path / "copy")
+    assert owner_here(run) is not None and owner_here(copy) is None
+    mine = acquire(copy, "a job", expiry=1.0)
+    assert mine.token is not None and mine.token.number == 2
+    with pytest.raises(ConfigError, match="in use by another launch"):
+        acquire(run)
+    mine.close()
+
+
+def test_a_run_under_another_name_has_its_owner(run: Path, hold: Hold, tmp_path: Path) -> None:
+    hold(run)
+    (link := tmp_path / "link").symlink_to(run)
+    with pytest.raises(ConfigError, match="in use by another launch"):
+        refuse_if_owned(link)
+    change(run, place="as under a second mount of the volume")
+    with pytest.raises(ConfigError, match="in use by another launch"):  # the owner renews its lease
+        acquire(run, "a job", expiry=patient(60))
+
+
 def test_a_machine_that_was_started_again_has_no_owners_of_before(run: Path, hold: Hold) -> None:
     hold(run).kill()
     change(run, boot="earlier", machine="m")
@@ -228,11 +248,7 @@ def test_a_machine_that_was_started_again_has_no_owners_of_before(run: Path, hol
 def test_a_job_is_the_same_where_its_platform_starts_it_once() -> None:
     pods = Placement("kubeflow-v1", 3, 0, None, "digits-master-0", 23456)
     assert restarted_as(pods) == "kubeflow-v1 digits-master-0:23456"
-    assert (
-        restarted_as(replace(pods, master_host="localhost"))
-        .split(":")[0]
-        .endswith(os.uname().nodename)
-    )
+    assert restarted_as(replace(pods, master_host="localhost")).split(":")[0].endswith(os.uname().nodename)
     assert restarted_as(replace(pods, platform="by-hand")) == ""
     assert restarted_as(replace(pods, platform="slurm", job="slurm-7.0")) == "slurm-7.0"
 
@@ -252,9 +268,7 @@ def test_a_process_of_the_owners_own_writes_on_its_behalf(run: Path) -> None:
     [b"", b"{", b"[]", b"null", b"[" * 5000, b'{"word": 1}', b"\xff" * 100, "wrong kinds"],
     ids=range(8),
 )
-def test_what_is_no_note_is_watched_and_then_replaced(
-    run: Path, content: bytes | str
-) -> None:
+def test_what_is_no_note_is_watched_and_then_replaced(run: Path, content: bytes | str) -> None:
     if isinstance(content, str):
         content = json.dumps({**asdict(LeaseRecord.for_this_process("")), "renewed": "soon"}).encode()
     (run / "owner").mkdir(parents=True)
@@ -264,12 +278,19 @@ def test_what_is_no_note_is_watched_and_then_replaced(
     mine.close()
 
 
-def test_a_note_that_somebody_removes_is_written_anew(run: Path) -> None:
+def test_a_note_that_somebody_removes_is_written_anew_with_a_warning(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     mine = acquire(run)
+    fence(run, mine.token)()
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
     (run / "owner" / "000000001").unlink()
     (run / "owner").rmdir()
     fence(run, mine.token)()
+    fence(run, mine.token)()
     assert mine.token is not None and the_note(run).word == mine.token.word
+    (warned,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert str(run) in warned and "\n" not in warned
     mine.close()
 
 

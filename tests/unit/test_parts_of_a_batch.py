@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.custom_loop.backward import Backward
-from tandem.custom_loop.batches import MicroBatches
+from tandem.custom_loop.engine import MicroBatches
 from tandem.errors import ConfigError
 
 

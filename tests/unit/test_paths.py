@@ -31,11 +31,14 @@ def test_what_there_is(tmp_path: Path) -> None:
     (link := tmp_path / "link").symlink_to(tmp_path)
     (lost := tmp_path / "lost").symlink_to(tmp_path / "nowhere")
     (circle := tmp_path / "circle").symlink_to(circle)
-    answers = {path: [ask(path) for ask in ASKED] for path in (file, link, lost, circle, file / "x", "\0")}
+    long = tmp_path / ("x" * 300)
+    answers = {
+        path: [ask(path) for ask in ASKED] for path in (file, link, lost, circle, file / "x", "\0", long)
+    }
     assert answers == {
         file: [True, False, True],
         link: [True, True, False],
-        **{path: [False] * 3 for path in (lost, circle, file / "x", "\0")},
+        **{path: [False] * 3 for path in (lost, circle, file / "x", "\0", long)},
     }
 
 

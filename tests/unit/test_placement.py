@@ -363,7 +363,7 @@ WRONG: list[tuple[str, dict[str, object], list[str]]] = [
         ["RANK=1", "LOCAL_RANK", "torchrun", "PET_NNODES", "unset RANK"],
     ),
     ("torchrun-rank-1", {"MASTER_ADDR": None}, ["MASTER_ADDR"]),
-    ("torchrun-rank-1", {"nproc": 3}, ["--nproc=3", "LOCAL_WORLD_SIZE=2"]),
+    ("torchrun-rank-1", {"nproc": 3}, ["--nproc=3", "LOCAL_WORLD_SIZE=2", "rank 1 of 2"]),
     ("sagemaker-1", {"SM_HOSTS": None, "SM_RESOURCE_CONFIG": None}, ["SM_CURRENT_HOST", "SM_HOSTS is not"]),
     ("sagemaker-1", {"SM_CURRENT_HOST": "algo-3"}, ["SM_CURRENT_HOST=algo-3", "SM_HOSTS=algo-1,algo-2"]),
     ("sagemaker-1", {"SM_HOSTS": "algo-1"}, ["SM_HOSTS='algo-1'", "JSON"]),

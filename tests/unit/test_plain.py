@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from whole_snapshots import newest_snapshot
 
 from tandem.checkpoint.node_memory import NodeMemory
 from tandem.checkpoint.plain import DEEPEST, restored
-from tandem.checkpoint.snapshot import Snapshots, newest_snapshot
+from tandem.checkpoint.snapshot import Snapshots
 from tandem.checkpoint.state import deserialize, flatten, serialize, unflatten
 from tandem.errors import ConfigError, UnloadableError
 

@@ -13,8 +13,7 @@ from tandem.cli import run
 from tandem.config import Given, Settings, resolve
 from tandem.distributed.position import Position, RankStart
 from tandem.errors import ConfigError
-from tandem.launch.misplaced_flags import hint, without_effect
-from tandem.launch.program_arguments import check, is_custom_loop, split, to_verify
+from tandem.launch.program_arguments import check, hint, is_custom_loop, split, to_verify, without_effect
 from tandem.script.execute import code_of
 from tandem.script.job import Job, Program, variables
 from tandem.script.observer import where
@@ -67,6 +66,7 @@ def test_what_cannot_start_is_refused_in_one_line(tmp_path: Path, monkeypatch: p
         "no script train.py found": Program("script", "train.py"),
         "for the built-in task use --task digits": Program("script", "digits"),
         "folder is a directory": Program("script", "folder"),
+        "use -m folder": Program("script", "folder/"),
         "broken.py, line 2 is not Python": Program("script", "broken.py"),
         "binary.py is not Python": Program("script", "binary.py"),
         "no module 'nowhere'": Program("module", "nowhere.train"),
@@ -86,6 +86,9 @@ def test_what_cannot_start_is_refused_in_one_line(tmp_path: Path, monkeypatch: p
         with pytest.raises(ConfigError) as caught:
             check(program, {})
         assert text in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="directory") as caught:
+        check(Program("script", "."), {})
+    assert "-m" not in str(caught.value)
     check(Program("command", sys.executable), {})
     check(Program("module", "json.tool"), {})
     check(Program("command", "./run.sh"), {})

@@ -66,16 +66,6 @@ def test_without_a_bar_a_line_is_logged(
     assert stream.getvalue() == ""
 
 
-def test_other_ranks_are_silent(caplog: pytest.LogCaptureFixture) -> None:
-    stream = Terminal()
-    with caplog.at_level(logging.INFO, "tandem"):
-        progress = Progress(10, rank=1, mode="on", stream=stream)
-        report(progress)
-        progress.note("x")
-        progress.close()
-    assert caplog.messages == [] and stream.getvalue() == ""
-
-
 def test_tensorboard_missing_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match="pip install") as caught:

@@ -9,9 +9,11 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.checkpoint.decision import ResumeDecision
-from tandem.distributed.position import Position
-from tandem.distributed.restart_notes import OutOfMemory
+from tandem.distributed.position import Grant, Position
+from tandem.distributed.restart_notes import OutOfMemory, write
+from tandem.launch import agent
 from tandem.launch.recovery import Recovery
+from tandem.launch.rendezvous import StoreLostError
 from tandem.platforms.detection import Placement
 from tandem.telemetry.messages import RunStarted
 
@@ -99,7 +101,7 @@ def test_ranks_that_were_aborted_after_another_ran_out_of_memory_are_not_the_cau
     fresh = ResumeDecision("fresh")
     assert recovery.requested(prefix) == ""
     assert recovery.with_smaller_batch(fresh) == fresh
-    OutOfMemory(prefix, 1, 0, 8, 4).write(store)
+    write(store, OutOfMemory(prefix, 1, 0, 8, 4))
     recovery.failed(ranks, prefix, {0: 143, 1: 143})
     assert recovery.request == ""
     recovery.failed(ranks, prefix, {0: 1, 1: 200})
@@ -154,3 +156,45 @@ def test_a_failed_gpu_is_not_called_a_kill(caplog: pytest.LogCaptureFixture) -> 
     second.failed(TWO[1], "generation/0", {0: 134})
     first.report_first_step(2)
     assert "the GPU of rank 1 on node 1 failed" in caplog.text and "rank 0" not in caplog.text
+
+
+def test_a_recovery_that_needs_another_rendezvous_is_still_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node may leave a rendezvous that it has just joined, and the first node then connects once more."""
+    store, view = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), Told(None)
+    node = SimpleNamespace(
+        placement=Placement("by-hand", 2, 0, 1, "127.0.0.1", 29500),
+        view=view,
+        config=SimpleNamespace(max_restarts=0, master_timeout=1.0),
+        endpoint=SimpleNamespace(join=lambda patience, stop: store),
+        stop=None,
+        work=None,
+        resume=None,
+        grant=lambda restart, resume: Grant(),
+        workers=SimpleNamespace(kill=lambda: None),
+    )
+    connections = []
+
+    class Connected:
+        def __init__(self, *given: Any) -> None:
+            connections.append(self)
+            self.recovery = given[-1]
+
+        def run_generations(self) -> tuple[int, str]:
+            if len(connections) == 1:
+                self.recovery.failed(TWO[0], "generation/0", {0: 200})
+                raise StoreLostError("the rendezvous started with 1 of 2 nodes")
+            self.recovery.report_first_step(2)
+            return 0, ""
+
+        def abandon(self) -> None:
+            pass
+
+        def leave(self, code: int, reason: str) -> bool:
+            return False
+
+    monkeypatch.setattr(agent, "NodeAgent", Connected)
+    monkeypatch.setattr(agent, "is_admitted", lambda *_, **__: True)
+    watchdog, places = SimpleNamespace(has_trained=True), SimpleNamespace(wait_for_place=lambda *_: node)
+    report = agent._run_connections(node, watchdog, store, places)  # type: ignore[arg-type]
+    assert report.code == 0 and len(connections) == 2
+    assert [event["kind"] for event in view.events] == ["recovered"]

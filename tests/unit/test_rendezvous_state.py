@@ -18,11 +18,11 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as engine
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from tandem.launch.generation_sync import agreed
-from tandem.launch.membership import LastCall
 from tandem.launch.rendezvous import StoreLostError
 from tandem.launch.rendezvous_state import (
     NO_STATE,
     STATE_KEY,
+    LastCall,
     WatchfulBackend,
     describe_joined_nodes,
     from_text,

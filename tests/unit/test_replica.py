@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tandem.errors import ConfigError
-from tandem.platforms import replica
+from tandem.platforms import compose
 from tandem.platforms.detection import detect
 
 PROJECT = {"TANDEM_COMPOSE_PROJECT": "demo", "TANDEM_COMPOSE_NODES": "12"}
@@ -44,7 +44,7 @@ def resolver(*records: bytes, silent: int = 0) -> Iterator[tuple[str, int]]:
 
 def test_names_of_an_address() -> None:
     with resolver(pointer("demo-node-12.demo_default", False), pointer("4f3c", True)) as address:
-        names = replica.names_of("10.0.0.9", address)
+        names = compose.names_of("10.0.0.9", address)
     assert names == ["demo-node-12.demo_default", "4f3c.9.0.0.10.in-addr.arpa"]
 
 
@@ -63,7 +63,7 @@ AT_THE_NAME = 12 + len(b"\x019\x010\x010\x0210\x07in-addr\x04arpa\0") + 4 + 12
 def test_an_answer_that_is_none_ends(answer: bytes) -> None:
     """A name that points at itself was read for ever."""
     with resolver(answer) as address:
-        assert replica.names_of("10.0.0.9", address, seconds=0.1) == []
+        assert compose.names_of("10.0.0.9", address, seconds=0.1) == []
 
 
 def test_only_the_resolver_is_heard() -> None:
@@ -82,48 +82,48 @@ def test_only_the_resolver_is_heard() -> None:
                 channel.sendto(header + question[12:] + said, sender)
 
         threading.Thread(target=answer, daemon=True).start()
-        assert replica.names_of("10.0.0.9", server.getsockname()) == ["demo-node-2.demo_default"]
+        assert compose.names_of("10.0.0.9", server.getsockname()) == ["demo-node-2.demo_default"]
 
 
 def test_a_lost_question_is_asked_again() -> None:
     with resolver(pointer("demo-node-2.demo_default", False), silent=1) as address:
-        assert replica.names_of("10.0.0.9", address, seconds=0.1) == ["demo-node-2.demo_default"]
+        assert compose.names_of("10.0.0.9", address, seconds=0.1) == ["demo-node-2.demo_default"]
 
 
 def test_the_index_makes_a_placement() -> None:
     with resolver(pointer("demo-node-12.demo_default", False)) as address:
-        environ = replica.with_index(PROJECT, address)
+        environ = compose.with_index(PROJECT, address)
     placement = detect(environ, "4f3c")
     assert (placement.node_rank, placement.nodes, placement.master_host) == (11, 12, "demo-node-1")
 
 
 @pytest.mark.parametrize("environ", [{}, {**PROJECT, "TANDEM_COMPOSE_INDEX": "3"}])
 def test_nothing_is_asked_where_nothing_is_open(environ: dict[str, str]) -> None:
-    assert replica.with_index(environ, ("127.0.0.1", 1)) is environ
+    assert compose.with_index(environ, ("127.0.0.1", 1)) is environ
 
 
 @pytest.mark.parametrize("name", ["other-node-1.other_default", "demo-metrics-1.demo_default", "demo-node-x"])
 def test_a_container_that_is_no_replica(name: str) -> None:
     with resolver(pointer(name, False)) as address:
         with pytest.raises(ConfigError, match="is not a replica") as error:
-            replica.with_index(PROJECT, address)
+            compose.with_index(PROJECT, address)
     assert name in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_final_end_keeps_the_container_down_for_a_while(tmp_path: Path) -> None:
-    assert replica.permanent_exit_code(tmp_path, "4f3c") is None
-    replica.note_end(tmp_path, "4f3c", 7)
-    assert replica.permanent_exit_code(tmp_path, "4f3c") == 7
-    assert replica.permanent_exit_code(tmp_path, "other") is None
+    assert compose.permanent_exit_code(tmp_path, "4f3c") is None
+    compose.note_end(tmp_path, "4f3c", 7)
+    assert compose.permanent_exit_code(tmp_path, "4f3c") == 7
+    assert compose.permanent_exit_code(tmp_path, "other") is None
     noted = (tmp_path / "log" / "ended-4f3c.json").stat().st_mtime
-    assert replica.permanent_exit_code(tmp_path, "4f3c", noted + replica.STAY_DOWN_SECONDS + 1) is None
+    assert compose.permanent_exit_code(tmp_path, "4f3c", noted + compose.STAY_DOWN_SECONDS + 1) is None
 
 
 @pytest.mark.parametrize("code", [0, 137, 143, 200])
 def test_an_end_that_may_be_retried_is_no_reason_to_stay_down(tmp_path: Path, code: int) -> None:
-    replica.note_end(tmp_path, "4f3c", 2)
-    replica.note_end(tmp_path, "4f3c", code)
-    assert replica.permanent_exit_code(tmp_path, "4f3c") is None
+    compose.note_end(tmp_path, "4f3c", 2)
+    compose.note_end(tmp_path, "4f3c", code)
+    assert compose.permanent_exit_code(tmp_path, "4f3c") is None
 
 
 @pytest.mark.parametrize("code, final", [(1, True), (127, True), (255, True), (241, True), (139, False)])
@@ -135,22 +135,22 @@ def test_an_end_is_final_also_on_a_volume_that_cannot_be_written_to(
     (tmp_path / "run" / "log").write_text("")
     for name in ("notes", "tmp"):
         (tmp_path / name).mkdir()
-    monkeypatch.setattr(replica, "NOTES", tmp_path / "notes")
-    monkeypatch.setattr(replica.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
-    replica.note_end(tmp_path / "run", "4f3c", code)
-    assert replica.permanent_exit_code(tmp_path / "run", "4f3c") == (code if final else None)
-    assert replica.permanent_exit_code(tmp_path / "run", "other") is None
+    monkeypatch.setattr(compose, "NOTES", tmp_path / "notes")
+    monkeypatch.setattr(compose.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    compose.note_end(tmp_path / "run", "4f3c", code)
+    assert compose.permanent_exit_code(tmp_path / "run", "4f3c") == (code if final else None)
+    assert compose.permanent_exit_code(tmp_path / "run", "other") is None
     assert not list((tmp_path / "tmp").iterdir()), "the first place that takes it has it"
-    replica.note_end(tmp_path / "run", "4f3c", 0)
-    assert replica.permanent_exit_code(tmp_path / "run", "4f3c") is None
+    compose.note_end(tmp_path / "run", "4f3c", 0)
+    assert compose.permanent_exit_code(tmp_path / "run", "4f3c") is None
 
 
 def test_notes_never_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "NOTES", tmp_path / "none")
-    monkeypatch.setattr(replica.tempfile, "gettempdir", lambda: str(tmp_path / "none"))
+    monkeypatch.setattr(compose, "NOTES", tmp_path / "none")
+    monkeypatch.setattr(compose.tempfile, "gettempdir", lambda: str(tmp_path / "none"))
     file = tmp_path / "file"
     file.write_text("")
-    replica.note_end(file, "4f3c", 1)
+    compose.note_end(file, "4f3c", 1)
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "ended-4f3c.json").write_text("{")
-    assert replica.permanent_exit_code(tmp_path, "4f3c") is None
+    assert compose.permanent_exit_code(tmp_path, "4f3c") is None

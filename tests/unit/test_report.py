@@ -1,6 +1,7 @@
 """The report's data and its command line; how it looks is tested in a browser."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -85,6 +86,17 @@ def test_the_verb(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_was_not_said_is_asked_for(arguments: list[str]) -> None:
     with pytest.raises(ConfigError, match="tandem report --help"):
         run("report", arguments, {})
+
+
+def test_no_device_or_pipe_is_replaced_by_a_report(run_dir: Path, tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    (stdout := tmp_path / "stdout").symlink_to("/proc/self/fd/1")  # as /dev/stdout
+    for output in (pipe, stdout):
+        with pytest.raises(
+            ConfigError, match=f"cannot write {output}: it is not a regular file; give --output"
+        ):
+            run("report", [str(run_dir), "--output", str(output)], {})
+    assert pipe.is_fifo() and stdout.is_symlink()
 
 
 def test_a_folder_without_a_run_is_an_error(tmp_path: Path) -> None:

@@ -64,6 +64,12 @@ def test_the_default_is_for_laptops_alone_and_what_is_recorded_is_absolute(
         RunDir.open(settings, Placement("slurm", 2, 0, None, "node1", 20004), 0.0)
 
 
+def test_launches_of_one_second_have_different_directories() -> None:
+    names = [RunDir.open(Settings(), LAPTOP, 1.7e9 + after).folder.name for after in (0.0, 0.25, 0.5)]
+    assert len(set(names)) == 3 and names == sorted(names)
+    assert len({name.rpartition("-")[0] for name in names}) == 1
+
+
 def test_only_who_has_a_token_is_checked(tmp_path: Path) -> None:
     with held(tmp_path / "run", LAPTOP) as mine:
         assert mine.token is not None

@@ -13,7 +13,7 @@ import pytest
 
 from patience import patient
 from tandem.config import resolve
-from tandem.platforms.replica import note_end
+from tandem.platforms.compose import note_end
 from tandem.run.directory import RunDir
 
 

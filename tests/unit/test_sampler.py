@@ -125,11 +125,17 @@ def test_the_global_generator_is_left_alone() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize(("n", "batch_size"), [(100, 240), (10, 0), (0, 1)])
+@pytest.mark.parametrize(("n", "batch_size"), [(100, 240), (10, 0), (1, 2)])
 def test_a_batch_that_cannot_be_filled_is_a_config_error(n: int, batch_size: int) -> None:
     with pytest.raises(ConfigError, match="--batch-size") as caught:
         GlobalOrder(n, batch_size, 0)
     assert "\n" not in str(caught.value)
+
+
+def test_no_samples_are_no_matter_of_the_batch() -> None:
+    with pytest.raises(ConfigError, match="training set has no samples") as caught:
+        GlobalOrder(0, 1, 0)
+    assert "--batch-size" not in str(caught.value)
 
 
 def test_too_many_ranks_and_a_micro_batch_of_none_are_config_errors() -> None:

@@ -99,10 +99,6 @@ def test_scale_lr() -> None:
     assert scale_lr(0.1, "none", 960, 240) == 0.1
     assert scale_lr(0.1, "linear", 960, 240) == pytest.approx(0.4)
     assert scale_lr(0.1, "sqrt", 960, 240) == pytest.approx(0.2)
-    with pytest.raises(ValueError, match="linear"):
-        scale_lr(0.1, "cubic", 960, 240)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=">= 1"):
-        scale_lr(0.1, "linear", 0, 240)
 
 
 def rates(schedule: LrSchedule, warmup: int, planned: int, peak: float = 1.0) -> list[float]:
@@ -185,10 +181,3 @@ def test_shapes() -> None:
     stairs = rates("step", 0, 90)
     assert [s for s in range(1, 90) if stairs[s] != stairs[s - 1]] == [30, 60, 80]
     assert stairs[80] == pytest.approx(1e-3)
-
-
-def test_final_and_unknown_schedule() -> None:
-    end = learning_rate(9, peak=1.0, warmup_steps=0, steps_planned=9, schedule="cosine", final=0.1)
-    assert end == pytest.approx(0.1)
-    with pytest.raises(ValueError, match="cosine"):
-        learning_rate(0, peak=1.0, warmup_steps=0, steps_planned=9, schedule="magic")  # type: ignore[arg-type]

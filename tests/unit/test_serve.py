@@ -17,9 +17,9 @@ import pytest
 from patience import patient
 from tandem.cli import run
 from tandem.errors import ConfigError
-from tandem.report.access import Access
 from tandem.report.pages import report_policy
 from tandem.report.report import ReportServer, runs_in
+from tandem.report.web import Access
 from tandem.telemetry.journal import Journal
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from patience import patient
 from tandem.report import server as server_module
-from tandem.report.access import Access
 from tandem.report.server import MetricsServer
+from tandem.report.web import Access
 from tandem.telemetry import metrics
 from tandem.telemetry.channel import Receiver, Sender
 from tandem.telemetry.messages import Event, Heartbeat, Message, RunStarted, Samples, decode, encode

@@ -23,7 +23,7 @@ from tandem.data.batch_shares import (
 from tandem.data.sampler import GlobalOrder, TrainBatches
 from tandem.data.source import BatchReader
 from tandem.errors import ConfigError
-from tandem.launch.gpus import gpus_of
+from tandem.launch.this_machine import gpus_of
 from tandem.platforms.detection import Placement
 from tandem.run.directory import RunDir
 from tandem.work.task import TaskWorkload

@@ -14,13 +14,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from whole_snapshots import newest_snapshot
 
 import played_gpu
 from tandem.checkpoint import node_memory as memory_module
 from tandem.checkpoint import snapshot as snapshot_module
 from tandem.checkpoint.node_memory import NodeMemory
 from tandem.checkpoint.pinned import Pinned
-from tandem.checkpoint.snapshot import SLOT, Layout, Snapshots, newest_snapshot, newest_step
+from tandem.checkpoint.snapshot import SLOT, Layout, Snapshots, newest_step
 from tandem.checkpoint.state import flatten, unflatten
 from tandem.errors import ConfigError
 from tandem.process import memory_left
@@ -145,7 +146,7 @@ def test_ranks_killed_in_the_middle_write_into_the_same_slot_again(torn: int, st
         for each in ranks:
             each.take(step, state_at(step), own={1})
     for killed_at in (steps, steps + 4):
-        tear(regions[torn], ranks[torn]._slot)
+        tear(regions[torn], ranks[torn].slot)
         newest = newest_snapshot(regions)
         assert newest is not None and newest.step == killed_at - 1
         ranks = [Snapshots(regions, rank, newest.slot) for rank in (0, 1)]

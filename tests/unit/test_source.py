@@ -176,8 +176,23 @@ def test_a_stream_that_is_shorter_than_it_says_is_named() -> None:
         def __len__(self) -> int:
             return LENGTH + 10
 
-    with pytest.raises(EOFError, match="epoch 0 of the training stream ended after 47 samples"):
+    with pytest.raises(ConfigError, match="ended after 47 samples in epoch 0.*__len__"):
         list(opened(Short, 0, 1, None)[1].steps(0, 5))
+
+
+@pytest.mark.parametrize("batch_size, line", [
+    (10, "ended after 47 samples in epoch 0, before the end of step 5 of 30, .*; set the steps to 4, or"),
+    (60, "ended after 47 samples in epoch 0, before the end of step 1 of 30, .*; use batches of at most 47 "),
+])  # fmt: skip
+def test_a_stream_that_ends_before_the_steps_are_done_is_named(batch_size: int, line: str) -> None:
+    class Unknown(IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return (torch.tensor([float(number)]) for number in range(47))
+
+    config = DataConfig(batch_size=batch_size, micro_batch_size=None, workers=0)
+    reader = BatchReader(config, 0, 0, 1, None, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=line):
+        list(training_data(Unknown(), reader, 30).steps(0, 30))
 
 
 def test_loader_processes_for_a_stream_are_refused() -> None:

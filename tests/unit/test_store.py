@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 from tandem.checkpoint.decision import locate
 from tandem.checkpoint.listing import list_checkpoints, rule_of, table
 from tandem.checkpoint.retention import Best, Retention
+from tandem.checkpoint.storage import folder
 from tandem.checkpoint.storage.protocol import Sink
 from tandem.checkpoint.store import CheckpointStore
 from tandem.errors import CheckpointError, ConfigError, CorruptCheckpointError
+from trials.store import newest_valid
 
 INFO = {"epoch": 2, "eval": {"accuracy": 0.97}, "task": "digits"}
 STATE = bytes(range(256)) * 64
@@ -41,12 +43,12 @@ def names(store: CheckpointStore) -> list[str]:
 
 
 def test_what_was_saved_is_read_back(store: CheckpointStore) -> None:
-    assert store.steps() == [] and store.newest_valid(no_corruption) is None
+    assert store.steps() == [] and newest_valid(store, no_corruption) is None
     size = store.save(500, STATE, INFO)
     store.save(1000, lambda sink: (sink.write(b"in "), sink.write(b"parts")), INFO)
     assert size == store.sizes()[500]
     assert store.steps() == [1000, 500]
-    assert store.newest_valid(no_corruption) == (1000, b"in parts", INFO)
+    assert newest_valid(store, no_corruption) == (1000, b"in parts", INFO)
     assert store.read(500) == (STATE, INFO) and store.info(500) == INFO
     assert names(store) == ["step-000000500", "step-000001000"]
     assert sorted(os.listdir(store.directory / "step-000000500")) == ["manifest.json", "state.pt"]
@@ -135,7 +137,7 @@ def test_any_damage_is_found_and_the_older_one_is_used(
     with pytest.raises(CorruptCheckpointError):
         store.read(2)
     told: list[int] = []
-    assert store.newest_valid(lambda step, problem: told.append(step)) == (1, b"good", INFO)
+    assert newest_valid(store, lambda step, problem: told.append(step)) == (1, b"good", INFO)
     assert told == [2] and names(store) == ["corrupt-step-000000002-1", "step-000000001"]
 
 
@@ -155,7 +157,7 @@ def test_missing_and_swapped_files_are_damage(store: CheckpointStore) -> None:
     (store.path(3) / "state.pt").unlink()
     (store.path(2) / "state.pt").write_bytes(b"state 1")
     told: list[str] = []
-    newest = store.newest_valid(lambda step, problem: told.append(problem))
+    newest = newest_valid(store, lambda step, problem: told.append(problem))
     assert newest is not None and newest[0] == 1
     assert "is missing" in told[0] and "SHA-256" in told[1]
     os.rename(store.path(1), store.path(9))
@@ -167,7 +169,7 @@ def test_quarantine_finds_a_free_name(store: CheckpointStore) -> None:
     for _ in range(2):
         store.save(5, STATE, INFO)
         (store.path(5) / "state.pt").write_bytes(b"")
-        assert store.newest_valid(lambda step, problem: None) is None
+        assert newest_valid(store, lambda step, problem: None) is None
     assert names(store) == ["corrupt-step-000000005-1", "corrupt-step-000000005-2"]
 
 
@@ -180,7 +182,7 @@ def test_an_unreadable_volume_is_no_damage(store: CheckpointStore, monkeypatch: 
 
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(CheckpointError, match="Input/output error") as caught:
-        store.newest_valid(no_corruption)
+        newest_valid(store, no_corruption)
     assert not isinstance(caught.value, CorruptCheckpointError)
     assert store.steps() == [2, 1]
 
@@ -188,7 +190,7 @@ def test_an_unreadable_volume_is_no_damage(store: CheckpointStore, monkeypatch: 
 def test_saving_a_step_again_replaces_it(store: CheckpointStore) -> None:
     store.save(1, b"first", INFO)
     store.save(1, b"second", INFO)
-    assert store.newest_valid(no_corruption) == (1, b"second", INFO)
+    assert newest_valid(store, no_corruption) == (1, b"second", INFO)
     assert names(store) == ["step-000000001"]
 
 
@@ -215,7 +217,7 @@ def test_a_failing_volume(
     message = str(caught.value)
     assert str(store.directory) in message and os.strerror(number) in message and "\n" not in message
     assert names(store) == ["step-000000001", "step-000000002"]
-    assert store.newest_valid(no_corruption) == (2, b"old 2", INFO)
+    assert newest_valid(store, no_corruption) == (2, b"old 2", INFO)
 
 
 def test_a_full_volume_inside_torch_save(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +262,7 @@ def test_after_an_fsync_error_everything_is_written_anew(
     store.save(step, STATE, INFO)
     new = [path for path in seen if ".tmp-" in path]
     assert len(new) == len(set(new))  # no file was fsynced twice
-    assert store.newest_valid(no_corruption) == (step, STATE, INFO)
+    assert newest_valid(store, no_corruption) == (step, STATE, INFO)
     assert names(store) == [f"step-{number:09d}" for number in sorted({1, step})]
 
 
@@ -289,14 +291,14 @@ def test_a_rename_that_worked_but_says_stale(store: CheckpointStore, monkeypatch
     monkeypatch.setattr(os, "rename", rename)
     for _ in range(2):
         store.save(1, STATE, INFO)
-    assert store.newest_valid(no_corruption) == (1, STATE, INFO)
+    assert newest_valid(store, no_corruption) == (1, STATE, INFO)
 
 
 class StaleFile:
     """An open file whose handle goes stale in the middle: NFS says so at a read, not at the open."""
 
     def __init__(self, file: Any, state: dict[str, int]) -> None:
-        self._file, self._state = file, state
+        self._file, self._state, self.size = file, state, file.size
 
     def read(self, size: int = -1) -> bytes:
         data = self._file.read(1000 if size < 0 or self._state["left"] else size)
@@ -315,8 +317,8 @@ def test_a_handle_that_goes_stale_in_a_read(
 ) -> None:
     store.save(1, STATE, INFO)
     state = {"left": 0}
-    real = os.fdopen
-    monkeypatch.setattr(os, "fdopen", lambda descriptor, mode: StaleFile(real(descriptor, mode), state))
+    real = folder._File
+    monkeypatch.setattr(folder, "_File", lambda descriptor, size: StaleFile(real(descriptor, size), state))
     for read in (store.read, store.verify, store.info):
         state["left"] = times
         if works:
@@ -432,7 +434,7 @@ def test_the_table(store: CheckpointStore) -> None:
     (store.path(2) / "state.pt").write_bytes(b"")
     store.save(4, STATE, {})
     (store.path(4) / "state.pt").write_bytes(b"")
-    store.newest_valid(lambda step, problem: None)
+    newest_valid(store, lambda step, problem: None)
     rows = list_checkpoints(store, verify=True, rule=Retention(1, Best("accuracy", True)))
     lines = table(rows, store).splitlines()
     assert [line.split()[0] for line in lines[:4]] == ["step", "3", "2", "1"]
@@ -479,7 +481,7 @@ def test_move_aside_loses_nothing(store: CheckpointStore) -> None:
         store.save(step, STATE, INFO)
     newer = store.move_aside(after_step=2)
     assert newer is not None and newer.parent == store.directory.parent and store.steps() == [2, 1]
-    assert CheckpointStore(newer).newest_valid(no_corruption) == (3, STATE, INFO)
+    assert newest_valid(CheckpointStore(newer), no_corruption) == (3, STATE, INFO)
     rest = store.move_aside()
     assert rest is not None and rest != newer and rest.name.startswith("checkpoints-before-")
     assert CheckpointStore(rest).steps() == [2, 1] and store.steps() == []
@@ -494,4 +496,6 @@ def test_a_step_whose_manifest_is_gone_is_named(store: CheckpointStore) -> None:
         assert [(row.step, row.verified) for row in rows] == [(2, False), (1, True if verify else None)]
         assert "step 2: its manifest is missing" in table(rows, store)
         assert rows[0].bytes == (store.path(2) / "state.pt").stat().st_size, "it takes room, too"
-    assert store.newest_valid(no_corruption) == (1, STATE, INFO)
+    skipped: list[int] = []
+    assert newest_valid(store, lambda step, _: skipped.append(step)) == (1, STATE, INFO)
+    assert skipped == [2]

@@ -41,7 +41,7 @@ def read(blocks: list[StoredBlock]) -> list[tuple[str, bytes]]:
     return found
 
 
-@pytest.mark.parametrize("prefix", ["", "./folder/", "f" * 90 + "/" + "g" * 40 + "/", "größe/"])
+@pytest.mark.parametrize("prefix", ["", "/", "./folder/", "f" * 90 + "/" + "g" * 40 + "/", "größe/"])
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
 def test_each_sample_is_in_one_block(tmp_path: Path, format: int, prefix: str) -> None:
     files = files_of(250, prefix)
@@ -152,6 +152,9 @@ def test_the_verb_writes_an_index(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert json.loads(output.read_text())["address"] == "a.tar"
     with pytest.raises(ConfigError, match="cannot write"):
         cli.run("index", [str(tmp_path / "a.tar"), "--output", str(tmp_path / "none/index.jsonl")], {})
+    (stdout := tmp_path / "stdout").symlink_to("/proc/self/fd/1")  # as /dev/stdout
+    with pytest.raises(ConfigError, match="it is not a regular file"):
+        cli.run("index", [str(tmp_path / "a.tar"), "--output", str(stdout)], {})
     with pytest.raises(ConfigError, match="--block-bytes"):
         cli.run("index", [str(tmp_path / "a.tar"), "--block-bytes", "0"], {})
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from test_datasets import write_set
+from torch.utils.data import TensorDataset
 
 from patience import patient
+from tandem import Datasets
 from tandem.config.task_names import BUILT_IN
 from tandem.data import datasets, digits
 from tandem.data.kinds import evaluation_batches
@@ -20,6 +23,7 @@ from tandem.data.loader import train_batches
 from tandem.data.sampler import GlobalOrder, TrainBatches
 from tandem.errors import ConfigError
 from tandem.tasks.base import TaskWithDefaults, load_task, task_class
+from tandem.tasks.build import datasets_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BINARY = str(Path(__file__).parents[1] / "fixtures" / "binary.py")
@@ -380,3 +384,23 @@ def test_a_slip_in_a_tasks_name_is_told_before_torch_is_imported(
     )
     assert ended.returncode == 2 and said in ended.stderr, ended.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("train", "evaluation", "part"), [
+    (0, None, "train"), (4, 0, "evaluation"), (4, {"val": 4, "test": 0}, "evaluation set test"),
+])  # fmt: skip
+def test_a_dataset_without_samples_is_a_mistake(train: int, evaluation: Any, part: str) -> None:
+    def rows(size: Any) -> Any:
+        if isinstance(size, dict):
+            return {name: rows(each) for name, each in size.items()}
+        return None if size is None else TensorDataset(torch.ones(size, 1))
+
+    class Task:
+        def build_datasets(self) -> Datasets:
+            return Datasets(rows(train), rows(evaluation))
+
+        build_model: Any = None
+        loss: Any = build_datasets
+
+    with pytest.raises(ConfigError, match=f"as {part}; it has no samples"):
+        datasets_of(TaskWithDefaults(Task()), 0)

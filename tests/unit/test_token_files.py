@@ -190,7 +190,9 @@ def test_a_wrong_file_is_one_line(
     assert "\n" not in str(caught.value) and caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize("given", [{"length": 0}, {"length": 10, "dtype": "int8"}])
+@pytest.mark.parametrize("given", [
+    {"length": 0}, {"length": "10"}, {"length": 10.5}, {"length": 10, "dtype": "int8"},
+])  # fmt: skip
 def test_a_wrong_argument_is_one_line(tmp_path: Path, given: dict[str, object]) -> None:
     raw("<u2")(tmp_path / "raw.bin", numpy.arange(100))
     with pytest.raises(ConfigError, match="invalid value"):

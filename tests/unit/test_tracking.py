@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import queue
+import shutil
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from logging.handlers import QueueHandler
@@ -13,7 +14,7 @@ import pytest
 
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.cli import run
-from tandem.config import Given, resolve
+from tandem.config import Given, Settings, resolve
 from tandem.errors import ConfigError
 from tandem.launch.run_dir import prepare_run_dir
 from tandem.report import tracking
@@ -127,6 +128,33 @@ def test_a_tracker_that_is_away_is_one_warning(
     away, back = [said.get_nowait().getMessage() for _ in range(said.qsize())]
     assert away.startswith("mlflow does not accept rows (nobody is at http://[hidden]@there)")
     assert back == "mlflow is back; sent 1 rows that had been kept"
+
+
+@pytest.mark.parametrize("is_launched", [False, True])
+def test_a_copy_is_a_run_of_its_own_at_the_tracker(kept: Kept, tmp_path: Path, is_launched: bool) -> None:
+    """Its rows went to the run of the original, between that run's own."""
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps({"run_dir": str(run)}))
+    Journal(run).metrics(10, loss=1.0)
+    assert sending(run).send() == 1
+    shutil.copytree(run, copy)
+    if is_launched:
+        prepare_run_dir(RunDir(copy), Settings().replace(run_dir=copy), Lease(copy), ResumeDecision("resume"))
+    Journal(copy).metrics(20, loss=2.0)
+    assert sending(copy).send() == 2 and sending(copy).send() == 0
+    first, second = [each.ours for each in kept.began][:2]
+    assert first != second and [each.known for each in kept.began] == [None, None, "there"]
+
+
+def test_a_run_that_has_moved_keeps_its_run_at_the_tracker(kept: Kept, tmp_path: Path) -> None:
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps({"run_dir": str(run)}))
+    Journal(run).metrics(10, loss=1.0)
+    assert sending(run).send() == 1
+    run.rename(moved)
+    assert sending(moved).send() == 0 and kept.began[1].known == "there"
 
 
 def test_a_torn_line_is_read_when_it_is_whole(kept: Kept, tmp_path: Path) -> None:

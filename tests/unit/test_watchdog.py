@@ -13,7 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem import running_clock
 from tandem.launch import watchdog
-from tandem.launch.master_connection import MasterProbe
+from tandem.launch.rendezvous import MasterProbe
 from tandem.launch.watchdog import Watchdog
 from tandem.telemetry import metrics
 from tandem.telemetry.hangs import NOTHING_BEFORE, Alarm, Beat, find_hung_rank

@@ -12,8 +12,7 @@ import pytest
 
 from receivers import Receiver
 from tandem.config import Given, Settings, as_json, as_toml, explain, resolve
-from tandem.config.address import hide
-from tandem.config.webhook import Webhook
+from tandem.config.address import Webhook, hide
 from tandem.errors import ConfigError
 from tandem.launch import secret as secret_module
 from tandem.launch.secret import conceal

@@ -1,5 +1,6 @@
 """The writer beside the training: what it tells of each save, and of what was read back."""
 
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from tandem.checkpoint import writer as writers
 from tandem.checkpoint.retention import Retention
 from tandem.checkpoint.store import CheckpointStore
-from tandem.checkpoint.writer import CheckpointWriter, PendingScores, SaveOutcome
+from tandem.checkpoint.writer import CheckpointWriter, SaveOutcome
 
 
 def save_all(store: CheckpointStore, steps: range) -> tuple[list[SaveOutcome], list[int]]:
@@ -42,12 +43,11 @@ def test_a_newest_that_is_damaged_is_not_called_verified(tmp_path: Path) -> None
 
 
 def test_a_save_waits_for_its_scores_with_the_manifest_alone(tmp_path: Path) -> None:
-    store, scores = CheckpointStore(tmp_path / "checkpoints"), PendingScores()
+    store, scores = CheckpointStore(tmp_path / "checkpoints"), Future[dict[str, float]]()
     writer = CheckpointWriter(store, Retention(2), 0)
-    writer.save(1, {"weight": torch.ones(3)}, lambda: {"eval": dict(scores.value())})
+    writer.save(1, {"weight": torch.ones(3)}, lambda: {"eval": dict(scores.result())})
     assert store.steps() == []
-    scores.give({"accuracy": 0.5})
-    scores.give({})  # only the first counts
+    scores.set_result({"accuracy": 0.5})
     writer.wait()
     assert store.steps() == [1] and store.scores(1) == {"accuracy": 0.5}
     assert writer.last_step == 1

@@ -2,8 +2,8 @@
 
 import json
 import logging
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, Literal
@@ -32,9 +32,22 @@ def is_linked(run_dir: PurePath) -> bool:
 def checkpoints_of(run: str | PurePath) -> CheckpointStore:
     """Return the checkpoints of a run, or those in `run` itself if it is a directory of checkpoints.
 
-    Raises ConfigError if it is a symbolic link in the run.
+    Raises ConfigError if it is a symbolic link in the run, or cannot be read.
     """
-    return _checkpoints_in(address(run))
+    path = address(run)
+    with _readable(path):
+        return _checkpoints_in(path)
+
+
+@contextmanager
+def _readable(path: PurePath) -> Iterator[None]:
+    """Raise ConfigError, not OSError, if this user may not read a directory that the user named."""
+    try:
+        yield
+    except PermissionError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}; ask its owner for access, or copy the run as its owner"
+        ) from error
 
 
 def _checkpoints_in(path: PurePath) -> CheckpointStore:
@@ -50,6 +63,11 @@ def locate(text: str) -> tuple[CheckpointStore, int | None]:
 
     Raises ConfigError if there is no such checkpoint.
     """
+    with _readable(Path(text)):
+        return _located(text)
+
+
+def _located(text: str) -> tuple[CheckpointStore, int | None]:
     # An existing file or directory wins, because a run's name may itself contain an @.
     name, at, number = text.rpartition("@")
     step = int(number) if at and number.isdecimal() and not exists(Path(text)) else None
@@ -89,8 +107,6 @@ BITS_MAY_DIFFER = {
     "strategy",
 }
 PLACES = ("run_dir", "init_from")
-_Looked = tuple[bool, tuple[str, ...], int | None]
-"""(complete, changes, micro_batch) of resuming from a step; see `ResumeDecision`."""
 
 
 @dataclass(frozen=True)
@@ -159,11 +175,14 @@ def _first_that_applies(settings: Settings, store: CheckpointStore) -> ResumeDec
         return ResumeDecision("fresh", moved_to=store.move_aside())
     if settings.checkpoint.resume not in ("auto", "required"):
         return _from_path(settings, store)
+    had_some = bool(store.all_steps())
     found = store.newest(lambda step: _look(settings, store, step), warn_damaged)
     if found is not None:
-        return _begin_at(*found, needed=settings.checkpoint.resume == "required")
+        return found[1]
     if settings.checkpoint.resume == "required":
         raise ConfigError(nothing_valid(store.directory))
+    if had_some:
+        warn_none_left(store.directory)
     return ResumeDecision("fresh")
 
 
@@ -177,13 +196,21 @@ def nothing_valid(directory: PurePath) -> str:
 
 def warn_damaged(step: int, problem: str) -> None:
     """Log a one-line warning about a damaged checkpoint that is skipped."""
-    log.warning("checkpoint step %d is damaged (%s): falling back to the previous one", step, problem)
+    log.warning("checkpoint step %d is damaged (%s): trying the one before it", step, problem)
+
+
+def warn_none_left(directory: PurePath) -> None:
+    """Log a warning: all checkpoints were damaged, so the run starts at step 0."""
+    log.warning(
+        "no valid checkpoint is left in %s: training starts at step 0; --resume required would stop instead",
+        directory,
+    )
 
 
 def _from_path(settings: Settings, store: CheckpointStore) -> ResumeDecision:
     here = store.newest(store.info, warn_damaged, quarantine=False)
     if here is not None and _is_same_command(here[1], settings):
-        decision = _begin_at(here[0], _look(settings, store, here[0]), needed=True)
+        decision = _look(settings, store, here[0])
         note = f"resuming from step {here[0]} of this run, which the same --resume has already reached"
         # PATH may be gone by now. This run has its own checkpoint and needs PATH only as a fallback.
         with suppress(ConfigError):
@@ -193,15 +220,14 @@ def _from_path(settings: Settings, store: CheckpointStore) -> ResumeDecision:
     same_line = _resolved(there.directory) == _resolved(store.directory)
     whole = same_line or bool(store.steps())  # move nothing for a state that turns out to be damaged
     if only is not None:
-        step, looked = only, _look(settings, there, only, whole)
+        decision = _look(settings, there, only, whole)
     else:
         # PATH may be another run, which is only read, so nothing is quarantined there.
         found = there.newest(lambda step: _look(settings, there, step, whole), warn_damaged, quarantine=False)
         if found is None:
             raise ConfigError(nothing_valid(there.directory))
-        step, looked = found
-    decision = _begin_at(step, looked, needed=True)
-    moved_to = store.move_aside(after_step=step if same_line else -1)
+        decision = found[1]
+    moved_to = store.move_aside(after_step=decision.step if same_line else -1)
     return replace(decision, elsewhere=() if same_line else _candidates(there, only), moved_to=moved_to)
 
 
@@ -213,8 +239,11 @@ def _candidates(there: CheckpointStore, only: int | None) -> tuple[tuple[PurePat
     return tuple((there.directory, step) for step in ([only] if only is not None else there.steps()))
 
 
-def _look(settings: Settings, store: CheckpointStore, step: int, whole: bool = False) -> _Looked:
-    """Return a `_Looked` for `step`. Raises ConfigError for a different fingerprint."""
+def _look(settings: Settings, store: CheckpointStore, step: int, whole: bool = False) -> ResumeDecision:
+    """Return the decision to begin at `step`, with `whole` only after its bytes are verified.
+
+    Raises ConfigError for a different fingerprint.
+    """
     info = store.info(step)
     try:
         unknown = _check_fingerprint(settings, info, store.path(step))
@@ -235,17 +264,13 @@ def _look(settings: Settings, store: CheckpointStore, step: int, whole: bool = F
         store.verify(step)
     # If someone has changed the setting since, they want that size.
     is_as_set = _saved(info).get("micro_batch_size") == settings.data.micro_batch_size
-    return (
-        complete,
-        (*unknown, *_changes(info, settings)),
-        info.get("micro_batch_fits") if is_as_set else None,
+    return ResumeDecision(
+        "complete" if complete else "resume",
+        step,
+        needed=settings.checkpoint.resume != "auto",
+        changes=(*unknown, *_changes(info, settings)),
+        micro_batch=info.get("micro_batch_fits") if is_as_set else None,
     )
-
-
-def _begin_at(step: int, looked: _Looked, needed: bool) -> ResumeDecision:
-    complete, changes, micro_batch = looked
-    kind: Literal["complete", "resume"] = "complete" if complete else "resume"
-    return ResumeDecision(kind, step, needed=needed, changes=changes, micro_batch=micro_batch)
 
 
 def _is_same_command(info: Mapping[str, Any], settings: Settings) -> bool:

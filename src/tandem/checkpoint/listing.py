@@ -131,11 +131,7 @@ def as_json(rows: list[CheckpointRow], store: CheckpointStore) -> dict[str, obje
         }
         for row in rows
     ]
-    return {
-        "directory": str(store.directory),
-        "checkpoints": checkpoints,
-        "set_aside": store.quarantined(),
-    }
+    return {"directory": str(store.directory), "checkpoints": checkpoints, "set_aside": store.quarantined()}
 
 
 def _line(cells: tuple[str, ...], widths: list[int]) -> str:

@@ -26,7 +26,6 @@ class NodeMemory:
         return _from_parent, (reduction.DupFd(self._descriptor),)
 
     def size(self) -> int:
-        """Return the size in bytes."""
         return os.fstat(self._descriptor).st_size
 
     def present(self) -> int:

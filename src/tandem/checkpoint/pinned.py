@@ -36,19 +36,15 @@ class Pinned:
             self._held = wanted
             return
         self._is_refused = True
-        self._warn(memory.nbytes, result)
-        # CUDA keeps the error and would raise it at the next kernel launch, wherever that is.
-        with suppress(RuntimeError):
-            torch.ones(1, device="cuda")
-
-    @staticmethod
-    def _warn(size: int, result: int) -> None:
         log.warning(
             "CUDA cannot pin %.2f GiB of host memory (error %d): copies from the GPU will delay steps; raise "
             "the limit on locked memory (ulimit -l unlimited), or add memory",
-            size / 2**30,
+            memory.nbytes / 2**30,
             result,
         )
+        # CUDA keeps the error and would raise it at the next kernel launch, wherever that is.
+        with suppress(RuntimeError):
+            torch.ones(1, device="cuda")
 
     def release(self) -> None:
         """Unpin the memory. Call this before the memory is freed."""

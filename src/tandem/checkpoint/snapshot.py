@@ -119,7 +119,6 @@ def _bytes(form: TensorForm) -> int:
 
 
 def form_of(tensor: Tensor) -> TensorForm:
-    """Return a tensor's dtype and shape."""
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
 
@@ -149,7 +148,7 @@ class Snapshots:
         self._regions = regions
         self._generation = generation
         self._nodes_here = nodes_here
-        self._region = regions[local_rank]
+        self.region = regions[local_rank]  # which this rank writes to
         self._rank = local_rank
         self._ranks = len(regions)
         self._layout: Layout | None = None
@@ -157,25 +156,15 @@ class Snapshots:
         self._part: list[tuple[int, int, int, int]] = []
         self._targets: list[list[Tensor]] = []
         self._capacity = self._slot_bytes = 0
-        self._slot = 1 if kept is None else kept  # the slot written last
+        self.slot = 1 if kept is None else kept  # the slot written last
         self._is_kept = kept is not None
         self._pinned = Pinned()
-
-    @property
-    def region(self) -> NodeMemory:
-        """The region that this rank writes to."""
-        return self._region
 
     @property
     def memory(self) -> mmap.mmap:
         """That region, mapped; only after the first `take`."""
         assert self._memory is not None
         return self._memory
-
-    @property
-    def slot(self) -> int:
-        """The slot written last."""
-        return self._slot
 
     @property
     def is_laid_out(self) -> bool:
@@ -210,21 +199,21 @@ class Snapshots:
         memory = self._memory
         layout = self._layout
         assert memory is not None and layout is not None
-        self._slot = self._next()
-        SLOT.pack_into(memory, self._slot * SLOT.size, layout.fingerprint, 0, 0)
-        start = slot_start(self._slot, self._slot_bytes)
+        self.slot = self._next()
+        SLOT.pack_into(memory, self.slot * SLOT.size, layout.fingerprint, 0, 0)
+        start = slot_start(self.slot, self._slot_bytes)
         LENGTH.pack_into(memory, start, len(text))
         memory[start + LENGTH.size : start + LENGTH.size + len(text)] = text
         sources = [tensors[index].reshape(-1)[first : first + count] for index, first, count, _ in self._part]
         self._copy(sources)
-        SLOT.pack_into(memory, self._slot * SLOT.size, layout.fingerprint, step, self._generation)
+        SLOT.pack_into(memory, self.slot * SLOT.size, layout.fingerprint, step, self._generation)
         self._is_kept = True
         return fits
 
     def _next(self) -> int:
         """Return the slot to overwrite; if it is the newest one, a held slot is the next newest."""
         free = [slot for slot in range(self.slots) if slot not in self.held]
-        return next((slot for slot in free if slot != self._slot), self._slot)
+        return next((slot for slot in free if slot != self.slot), self.slot)
 
     def _copy(self, sources: list[Tensor]) -> None:
         """Copy into the slot.
@@ -235,7 +224,7 @@ class Snapshots:
         if on_gpu:
             assert self._memory is not None
             self._pinned.hold(torch.frombuffer(self._memory, dtype=torch.uint8))
-        copy_all(self._targets[self._slot], sources, non_blocking=on_gpu)
+        copy_all(self._targets[self.slot], sources, non_blocking=on_gpu)
         # The mark that follows must not be visible before the data.
         for stream in streams_of(sources):
             stream.synchronize()
@@ -248,7 +237,7 @@ class Snapshots:
         self._choose_slots(layout.cuts[-1])
         data = _aligned(LENGTH.size + text_bytes * SKELETON_SLACK)
         slot_bytes = data + layout.cuts[self._rank + 1] - layout.cuts[self._rank]
-        head = self._region.map(HEADER_BYTES)
+        head = self.region.map(HEADER_BYTES)
         # If any slot had another layout, its tensors would be read from wrong offsets.
         if _fingerprints(head) <= {0, layout.fingerprint} and _has_room(head, text_bytes):
             data, slot_bytes = GEOMETRY.unpack_from(head, GEOMETRY_AT)
@@ -256,9 +245,9 @@ class Snapshots:
             head[:] = bytes(HEADER_BYTES)
             GEOMETRY.pack_into(head, GEOMETRY_AT, data, slot_bytes)
             self.held = frozenset()
-        memory = self._region.map(max(self._region.size(), slot_start(self.slots, slot_bytes)))
+        memory = self.region.map(max(self.region.size(), slot_start(self.slots, slot_bytes)))
         for slot in range(MOST_SLOTS):  # marks of an older generation must not be combined with new ones
-            if slot not in self.held and (slot != self._slot or not self._is_kept):
+            if slot not in self.held and (slot != self.slot or not self._is_kept):
                 SLOT.pack_into(memory, slot * SLOT.size, 0, 0, 0)
         self._layout, self._part, self._memory = layout, layout.part(self._rank), memory
         self._capacity = data - LENGTH.size
@@ -332,16 +321,6 @@ class Snapshot(NamedTuple):
     slot: int
 
 
-def newest_snapshot(regions: Sequence[NodeMemory], among: Collection[int] | None = None) -> Snapshot | None:
-    """Return the newest snapshot that all ranks of the node have finished, of the steps `among`, or None.
-
-    The tensors are copies, because the regions may be overwritten. Call this while no rank writes.
-    """
-    slots = whole_slots(regions)
-    steps = [step for step in slots if among is None or step in among]
-    return read_slot(regions, max(steps), slots[max(steps)].number) if steps else None
-
-
 class Slot(NamedTuple):
     """A slot with a whole snapshot, and the generation that wrote it."""
 
@@ -386,8 +365,9 @@ def forget_after(region: NodeMemory, step: int) -> None:
 def read_slot(
     regions: Sequence[NodeMemory], step: int, slot: int, destinations: Mapping[str, Tensor] = NO_DESTINATIONS
 ) -> Snapshot:
-    """Return the snapshot of `step` in `slot`, under the same conditions as `newest_snapshot`.
+    """Return the snapshot of `step` in `slot`, which all ranks of the node have finished.
 
+    The tensors are copies, because the regions may be overwritten. Call this while no rank writes.
     A tensor of the state's "model" is copied into the tensor of `destinations` with the same name, dtype and
     shape.
     """
@@ -411,18 +391,20 @@ def read_slot(
 
 def skeleton_in(region: NodeMemory, slot: int) -> dict[Any, Any]:
     """Return the skeleton of the snapshot in `slot`, without tensors, from a node's first region."""
-    memory = region.map(region.size())
-    _, slot_bytes = GEOMETRY.unpack_from(memory, GEOMETRY_AT)
-    skeleton: dict[Any, Any] = _header(memory, slot_start(slot, slot_bytes))[0]
+    skeleton: dict[Any, Any] = _header_in(region, slot)[0]
     return skeleton
 
 
 def skeleton_digest(region: NodeMemory, slot: int) -> str:
     """Return a digest of everything but the values of tensors, from a node's first region."""
+    text = repr(_header_in(region, slot))
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:16]
+
+
+def _header_in(region: NodeMemory, slot: int) -> Any:
     memory = region.map(region.size())
     _, slot_bytes = GEOMETRY.unpack_from(memory, GEOMETRY_AT)
-    text = repr(_header(memory, slot_start(slot, slot_bytes)))
-    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:16]
+    return _header(memory, slot_start(slot, slot_bytes))
 
 
 def _header(memory: mmap.mmap, start: int) -> Any:

@@ -92,8 +92,11 @@ class CheckpointStore:
             return []
         return [step for step, files in self._list().items() if MANIFEST not in files]
 
+    def all_steps(self) -> list[int]:
+        """Return `steps` and `without_manifest`, newest first."""
+        return list(self._list()) if self._storage.is_atomic else self.steps()
+
     def quarantined(self) -> list[str]:
-        """Return the names of the quarantined checkpoints."""
         return sorted(name for name in self._entries() if name.startswith("corrupt-"))
 
     def _entries(self) -> dict[str, dict[str, int]]:
@@ -131,8 +134,8 @@ class CheckpointStore:
 
         Nothing is visible until `publish`. Raises as `save`.
         """
-        with self._writing(step):
-            return self._storage.begin(self.path(step), step in (self._ours or ()))
+        with self._writing(step) as ours:
+            return self._storage.begin(self.path(step), step in ours)
 
     def pending(self, name: str) -> PurePath:
         """Return the result of `begin` on another node, given the last part of its path."""
@@ -156,12 +159,14 @@ class CheckpointStore:
         self._storage.abandon(pending)
 
     @contextmanager
-    def _writing(self, step: int) -> Iterator[None]:
+    def _writing(self, step: int) -> Iterator[set[int]]:
+        """Yield the steps that a save may replace; convert errors in the block to CheckpointErrors."""
         with translated(f"cannot write checkpoint step {step} in {self.directory}", ADVICE):
             try:
                 if self._ours is None:
                     self.open_for_writing()
-                yield
+                assert self._ours is not None
+                yield self._ours
             except FileExistsError as error:
                 raise CheckpointError(
                     f"step {step} in {self.directory} was saved by another writer in the meantime; "
@@ -169,14 +174,6 @@ class CheckpointStore:
                 ) from error
 
     def _publish(self, step: int, info: Info, commit: Callable[[Sealed, bool], int]) -> int:
-        with self._writing(step):
-            size = self._commit(step, info, commit)
-        self._scores.pop(step, None)
-        return size
-
-    def _commit(self, step: int, info: Info, commit: Callable[[Sealed, bool], int]) -> int:
-        assert self._ours is not None
-
         def sealed(files: Entries) -> bytes:
             # Do this before the fence, because `info` may wait for an evaluation, and the run may be taken
             # meanwhile.
@@ -184,13 +181,15 @@ class CheckpointStore:
             self._fence()  # the state is written, but nothing is published yet
             return render_manifest(step, files, contents)
 
-        size = commit(sealed, step in self._ours)
-        try:
-            self._fence()
-        except RunTakenError:  # taken over during the commit: the new owner must not resume from it
-            self._storage.remove([self.path(step)])
-            raise
-        self._ours.add(step)
+        with self._writing(step) as ours:
+            size = commit(sealed, step in ours)
+            try:
+                self._fence()
+            except RunTakenError:  # taken over during the commit: the new owner must not resume from it
+                self._storage.remove([self.path(step)])
+                raise
+            ours.add(step)
+        self._scores.pop(step, None)
         # This version wrote it, so it can load it and retention counts it again.
         self.unloadable.discard(step)
         return size
@@ -350,11 +349,6 @@ class CheckpointStore:
                     raise
                 raise CorruptCheckpointError(f"{path} is damaged: {error.strerror}") from None
 
-    def newest_valid(self, on_corrupt: OnCorrupt) -> tuple[int, bytes, dict[str, Any]] | None:
-        """Return (step, state, info) of the newest valid checkpoint; quarantine damaged ones."""
-        found = self.newest(self.read, on_corrupt)
-        return None if found is None else (found[0], *found[1])
-
     def newest(
         self,
         read: Callable[[int], T],
@@ -374,7 +368,8 @@ class CheckpointStore:
         if quarantine:
             with translated(f"cannot repair {self.directory}"):
                 self._storage.repair(self.directory)
-        for step in self.steps():
+        # A checkpoint without a manifest is skipped like any other damaged one: a copy may lack files.
+        for step in self.all_steps():
             try:
                 return step, read(step)
             except UnloadableError as error:
@@ -385,7 +380,7 @@ class CheckpointStore:
                 continue
             except CorruptCheckpointError as error:
                 problem = str(error)
-            if step not in self.steps():  # pruned by a writer, which has a newer one: list again
+            if step not in self.all_steps():  # pruned by a writer, which has a newer one: list again
                 return self.newest(read, on_corrupt, quarantine, on_unloadable)
             on_corrupt(step, problem + (self._quarantine_and_describe(step) if quarantine else ""))
         return None

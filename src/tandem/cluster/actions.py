@@ -29,6 +29,7 @@ from tandem.cluster.engine import (
     dotenv,
     free_bytes_of_engine,
     is_watched,
+    say,
     variables_in_dotenv,
 )
 from tandem.cluster.job import ClusterJob
@@ -48,7 +49,6 @@ from tandem.cluster.preflight import (
 from tandem.cluster.project import DEFAULT_IMAGE, build_command, image_of, own_variables
 from tandem.cluster.project import build as build_image
 from tandem.cluster.volume import remove_volumes
-from tandem.cluster.wording import say
 from tandem.cluster.workload import work_of
 from tandem.config.address import is_secret
 
@@ -322,8 +322,7 @@ def metrics_containers(cluster: Cluster) -> list[str]:
 def remove_metrics(cluster: Cluster, containers: Sequence[str] | None = None) -> None:
     """Remove the forwarder, which has nothing left to forward to; if `containers` is given, only those.
 
-    Another command may remove it at the same time. It is gone when this returns, whichever command removed
-    it.
+    Another command may remove it at the same time. When this returns, it is gone in any case.
     """
     deadline = time.monotonic() + STOP_SECONDS
     while found := [each for each in metrics_containers(cluster) if containers is None or each in containers]:

@@ -13,13 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tandem.cluster.actions import remove_metrics, start
-from tandem.cluster.engine import HERE, Cluster, ClusterError, docker
+from tandem.cluster.engine import HERE, Cluster, ClusterError, docker, say
 from tandem.cluster.faults import FAULTS, POLL_SECONDS, FaultContext
 from tandem.cluster.job import ClusterJob
 from tandem.cluster.network import keep_shape
 from tandem.cluster.preflight import checked_node
 from tandem.cluster.project import DEFAULT_IMAGE
-from tandem.cluster.wording import say
 
 READY_SECONDS = 400.0
 OUTCOME_SECONDS = 300.0

@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 from tandem.cluster import actions
 from tandem.cluster.chaos import chaos, check_chaos
-from tandem.cluster.copy_run import check_get, get
-from tandem.cluster.engine import ClusterError, check_compose, check_engine
+from tandem.cluster.engine import ClusterError, Wording, check_compose, check_engine, typed
 from tandem.cluster.faults import FAULTS
 from tandem.cluster.preflight import check_image, check_project, check_switch, checked_node, checked_nodes
-from tandem.cluster.wording import Wording, typed
+from tandem.cluster.volume import check_get, get
 from tandem.config import Parser
 from tandem.errors import ConfigError, TandemError
 
@@ -55,11 +54,7 @@ OPTIONS: Mapping[str, tuple[Sequence[str], str, str]] = {
     "to": (("get",), "DIR", "a new directory on this host"),
 }
 """{option: (the actions that accept it, its placeholder, its meaning)}"""
-DEFAULTS = {
-    ("up", "nodes"): "2",
-    ("scale", "nodes"): "2",
-    ("shell", "node"): "0",
-}
+DEFAULTS = {("up", "nodes"): "2", ("scale", "nodes"): "2", ("shell", "node"): "0"}
 SHOWN_DEFAULTS = {
     "project": "tandem", "nodes": "2", "spares": "0", "metrics-port": "19469",
     "node": "chaos: 1, shell: 0", "to": "runs/RUN",

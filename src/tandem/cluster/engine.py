@@ -1,4 +1,7 @@
-"""The container engine through its command line: checked calls, node states, clear errors."""
+"""The container engine through its command line: checked calls, node states, clear errors.
+
+Messages are written with make's words. `typed` translates them for users of `tandem cluster`.
+"""
 
 import io
 import json
@@ -130,8 +133,7 @@ def code_of_removed(identity: str, created: str) -> int | None:
 def raise_if_gone(ended: subprocess.CompletedProcess[str]) -> None:
     """Raise EngineGoneError if a command failed because the engine does not answer.
 
-    Compose prints the same message for a registry that does not answer (2.26), so the engine itself is
-    queried.
+    Compose prints the same message for a silent registry (2.26), so the engine itself is queried.
     """
     if ended.returncode and NO_ENGINE.search(ended.stderr):
         asked = ["docker", "version", "--format", "{{.Server.Version}}"]
@@ -376,3 +378,39 @@ def free_bytes_of_engine() -> int | None:
     root = docker("info", "--format", "{{.DockerRootDir}}", check=False).strip()
     # The engine's directory is a path of its own machine, which may not be this one.
     return shutil.disk_usage(root).free if root and Path(root).is_dir() else None
+
+
+# Commands and options in messages, as the user types them: make's targets and variables, or `tandem cluster`.
+
+MAKE_VARIABLES = (
+    "PROJECT", "NODES", "SPARES", "TASK", "SCRIPT", "SCRIPT_ARGS", "ARGS", "EPOCHS", "RUN", "GPUS", "RATE",
+    "LATENCY", "LOSS", "METRICS_PORT", "MONITORING", "IMAGE", "VOLUMES", "TO", "NODE",
+)  # fmt: skip
+"""make's variables that are options of `tandem cluster`; MEMORY and others are environment variables."""
+_COMMAND = re.compile(r"\bmake (?:compose-([a-z]+)|(chaos) FAULT=(\S+))")
+_SWITCH = re.compile(r"(?<![\w/.'\"-])(VOLUMES|MONITORING)=1\b")
+_OPTION = re.compile(rf"(?<![\w/.'\"-])({'|'.join(MAKE_VARIABLES)})\b(=?)")
+
+
+class Wording:
+    """How messages name commands. `is_make` is False once `tandem cluster` was typed."""
+
+    is_make = True
+
+
+def typed(text: str) -> str:
+    """Return the message with the words of the command line that the user typed."""
+    if Wording.is_make:
+        return text
+    text = _COMMAND.sub(lambda found: f"tandem cluster {found[1] or f'chaos {found[3]}'}", text)
+    text = _SWITCH.sub(lambda found: _flag(found[1]), text)
+    return _OPTION.sub(lambda found: _flag(found[1]) + (" " if found[2] == "=" else ""), text)
+
+
+def say(text: str) -> None:
+    """Print the message at once."""
+    print(typed(text), flush=True)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.lower().replace("_", "-")

@@ -8,8 +8,7 @@ from pathlib import Path, PurePath
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
-from tandem.config.address import address, from_home
-from tandem.config.webhook import WEBHOOK_VALID, Webhook
+from tandem.config.address import WEBHOOK_VALID, Webhook, address, from_home
 from tandem.schedule import CADENCE_VALID, Cadence
 
 if TYPE_CHECKING:
@@ -48,30 +47,22 @@ class Rewrites:
         return no_info_before_validator_function(self.change, handler(source))
 
 
-class _PathOrUrl:
-    """A path or a remote address."""
+@dataclasses.dataclass(frozen=True)
+class Parsed:
+    """Converts and validates a value with `parse` alone, which raises ValueError for an invalid one."""
+
+    parse: Callable[[Any], Any]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: "GetCoreSchemaHandler") -> "CoreSchema":
         from pydantic_core.core_schema import no_info_plain_validator_function
 
-        def check(value: Any) -> PurePath:
-            if not isinstance(value, str | PurePath):
-                raise ValueError("a path")
-            return address(value)
-
-        return no_info_plain_validator_function(check)
+        return no_info_plain_validator_function(self.parse)
 
 
-class _AsWebhook(Constraint):
-    """The address of a webhook, whose text never has the secret part."""
-
-    def __init__(self) -> None:
-        super().__init__(WEBHOOK_VALID)
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: "GetCoreSchemaHandler") -> "CoreSchema":
-        from pydantic_core.core_schema import no_info_plain_validator_function
-
-        return no_info_plain_validator_function(Webhook.parse)
+def _path_or_url(value: Any) -> PurePath:
+    if not isinstance(value, str | PurePath):
+        raise ValueError("a path")
+    return address(value)
 
 
 def _is_cadence(text: str, not_in: str = "") -> bool:
@@ -127,14 +118,13 @@ Seed = Annotated[int, Constraint("an integer from 0 to 4294967295", lambda n: 0 
 Port = Annotated[int, Constraint("a port from 0 (any free port) to 65535", lambda n: 0 <= n <= 65535)]
 Positive = Annotated[float, Constraint("a number > 0", lambda x: x > 0)]
 NonNegative = Annotated[float, Constraint("a number >= 0", lambda x: x >= 0)]
-Share = Annotated[float, Constraint("a number from 0 to 1", lambda x: 0 <= x <= 1)]
 BelowOne = Annotated[float, Constraint("a number >= 0 and < 1", lambda x: 0 <= x < 1)]
 CadenceText = Annotated[str, Constraint(CADENCE_VALID, _is_cadence)]
 WarmupText = Annotated[
     str,
     Constraint("steps, epochs or percent such as 0, 200, 1epoch or 5%", lambda s: _is_cadence(s, "seconds")),
 ]
-PathOrUrl = Annotated[PurePath, _PathOrUrl()]
+PathOrUrl = Annotated[PurePath, Parsed(_path_or_url)]
 LocalPath = Annotated[Path, Rewrites(lambda value: from_home(value) if isinstance(value, str) else value)]
 MeetingPoint = Annotated[
     str,
@@ -147,7 +137,7 @@ Listening = Annotated[
     Rewrites(lambda value: _listening(str(value))),
     Constraint("HOST:PORT or PORT; port 0 is any free port", lambda text: _is_address(text, lowest=0)),
 ]
-WebhookUrl = Annotated[Webhook, _AsWebhook()]
+WebhookUrl = Annotated[Webhook, Parsed(Webhook.parse), Constraint(WEBHOOK_VALID)]
 Certificate = Annotated[str, Constraint("CERT or CERT,KEY, PEM files", _matches(r"[^,]+(,[^,]+)?"))]
 TrackerNames = Annotated[
     str,
@@ -270,7 +260,6 @@ class Setting:
 
     @property
     def placeholder(self) -> str:
-        """The placeholder of the value in help."""
         return PLACEHOLDERS.get(self.name) or placeholder(self.valid)
 
     @property

@@ -121,14 +121,10 @@ def help_on(topic: str, verbs: list[str]) -> str:
         return _about(SETTINGS[name])
     if gone := removed_name_message("flag", "--" + name.replace("_", "-")):
         raise ConfigError(gone)
-    raise _unknown_topic(topic, verbs)
-
-
-def _unknown_topic(topic: str, verbs: list[str]) -> ConfigError:
     known = [*verbs, *topics(), *(setting.flag[2:] for setting in SETTINGS.values())]
     near = nearest(topic.removeprefix("--"), known)
     hint = did_you_mean(near and f"`tandem help {near}`", "; see `tandem --help`")
-    return ConfigError(
+    raise ConfigError(
         f"no help on {topic!r}; expected a verb, a setting such as epochs, or {', '.join(topics())}{hint}"
     )
 

@@ -276,7 +276,6 @@ class TelemetryConfig:
 
     @property
     def has_tensorboard(self) -> bool:
-        """True if TensorBoard events are written."""
         return "tensorboard" in (self.tracker or "").split(",")
 
     @property

@@ -7,17 +7,21 @@ converted. An unknown name is an error with the nearest match, so that a typo ca
 default.
 """
 
+import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tandem.config.fields import plain
-from tandem.config.files import is_of_a_run, table_in, without_sections
 from tandem.config.removed import removed_name_message, removed_value_message, translated
 from tandem.config.settings import SETTINGS, SLICES, Settings, bad_value, checked, unknown
 from tandem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dotenv.parser import Original
+    from yaml import Node
 
 PREFIX = "TANDEM_"
 TASK_PREFIX = "TANDEM_TASK__"
@@ -34,6 +38,7 @@ DOTENV = Path(".env")
 _SERVICE_LINK = re.compile(
     r"\w+_(SERVICE_HOST=|SERVICE_PORT(_\w+)?=|PORT_\d+_(TCP|UDP|SCTP)\w*=|PORT=\w+://).*"
 )
+_OF_TANDEM = re.compile(rf"^\s*(export\s+)?{PREFIX}", re.MULTILINE)
 TASK_VALID = SETTINGS["task_fields"].valid
 FIELDS = tuple(name for name, setting in SETTINGS.items() if not setting.is_table)
 PLACES = ("run_dir", "node_rank", "master", "notify")
@@ -128,13 +133,29 @@ def dotenv_variables(path: Path | None) -> Mapping[str, str | None]:
         if path is None or not path.is_file():
             return {}
         # Import it here, because most directories have no .env.
-        from dotenv import dotenv_values
+        from dotenv.parser import parse_stream
 
-        return dotenv_values(path, interpolate=False)  # interpolation would read os.environ
+        # Only the parser, because the rest of the package skips a line that it cannot parse.
+        with path.open(encoding="utf-8-sig") as file:
+            lines = list(parse_stream(file))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"cannot read {path}: {error}; fix its permissions or encoding, or move it away"
         ) from error
+    for line in lines:
+        # Lines of other programs may have another syntax.
+        if line.error and _OF_TANDEM.search(line.original.string):
+            raise ConfigError(
+                f"line {_first_line_of(line.original)} of {path} is not a variable; expected "
+                "TANDEM_NAME=VALUE, with a quote at both ends of the value or at none"
+            )
+    return {line.key: line.value for line in lines if line.key is not None}
+
+
+def _first_line_of(original: "Original") -> int:
+    """Return the number of the first line that is not empty: the parser counts empty ones before it."""
+    text = original.string
+    return original.line + text[: len(text) - len(text.lstrip())].count("\n")
 
 
 def _from_variables(
@@ -165,20 +186,21 @@ def _from_variables(
 def _from_file(config: Given, other_names: Collection[str]) -> tuple[dict[str, Given], tuple[str, ...]]:
     """Return the values in the file, and messages about ignored parts; `other_names`: other sources' keys."""
     try:
-        table = table_in(config.text)
+        table = _table_in(config.text)
     # RecursionError: tomllib and json recurse into nested brackets.
     except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"{config.name}: invalid value {config.text!r}; expected {CONFIG_VALID}: {error}"
+            f"{config.name}: invalid value {config.text!r}; expected {CONFIG_VALID}: {reason}"
         ) from error
     notes: tuple[str, ...] = ()
-    if not is_of_a_run(config.text):
-        table = without_sections(table, config.text)
+    if not _is_of_a_run(config.text):
+        table = _without_sections(table, config.text)
     task_fields = table.pop("task_fields", None)
     task_fields = {} if task_fields is None else task_fields
     if not isinstance(task_fields, dict):
         bad_value(f"task_fields in {config.text}", task_fields, "a table")
-    if is_of_a_run(config.text):
+    if _is_of_a_run(config.text):
         table, notes = _of_a_run(translated(table), config.text, other_names)
     for key in table:
         if key not in FIELDS:
@@ -220,3 +242,97 @@ def _of_a_run(
     if other:
         notes.append(f"{file}: ignoring settings unknown to this version: {', '.join(other)}")
     return kept, tuple(notes)
+
+
+# Read a `--config` file: TOML, YAML, or the config.json of a run, with sections or flat keys.
+#
+# A section has the name of a group of settings (`tandem help settings`): `[data]` contains `batch_size`. This
+# part checks only the position of a key; `_from_file` checks the key itself.
+
+NULLS = ("", "~", "null", "Null", "NULL")
+DEEPEST = 4
+"""Limit on the nesting of a YAML file; a valid one has at most three levels."""
+
+
+def _table_in(path: str) -> dict[str, Any]:
+    """Parse a file by its suffix. YAML scalars stay text, and null is None. Raises OSError and ValueError."""
+    text = Path(path).read_text(encoding="utf-8-sig")  # editors on Windows begin a file with a mark
+    if _is_of_a_run(path):
+        table = json.loads(text)
+    elif path.endswith((".yaml", ".yml")):
+        table = _yaml(text)
+    else:
+        # Import it here, because most commands read no file.
+        import tomllib
+
+        table = tomllib.loads(text)
+    if not isinstance(table, dict):
+        raise ValueError(f"the file contains {table!r:.40}")
+    return table
+
+
+def _is_of_a_run(path: str) -> bool:
+    return path.endswith(".json")
+
+
+def _without_sections(table: Mapping[str, Any], file: str) -> dict[str, Any]:
+    """Flatten the sections. Raises ConfigError for a key in the wrong section, or one that is set twice.
+
+    `metrics` is both a section and a setting in that section; with a table as its value it is the section.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in table.items():
+        keys = {name: value}
+        is_table = value is None or isinstance(value, dict)
+        # An empty section is None in YAML, and counts as a section.
+        is_section = name in SLICES and (is_table or name not in SETTINGS)
+        if is_section:
+            if not is_table:
+                bad_value(f"{name} in {file}", value, "a section of settings")
+            keys = value or {}
+        for key, inner in keys.items():
+            group = SETTINGS[key].slice if key in SETTINGS else name
+            if is_section and group != name:
+                raise ConfigError(f"{name}.{key} in {file}: {key} belongs in the section {group}")
+            if key in flat:
+                raise ConfigError(f"{key} in {file}: set twice; remove one of the two lines")
+            flat[key] = inner
+    return flat
+
+
+def _yaml(text: str) -> Any:
+    """Parse YAML into its nodes, not its values, so that scalars stay text.
+
+    As a value of YAML 1.1, `progress: on` would be true. Repeated keys would also be accepted.
+    """
+    import yaml
+
+    try:
+        # SafeLoader, because other loaders can run code of a tag.
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    return {} if node is None else _value_of(node, DEEPEST)
+
+
+def _value_of(node: "Node", depth: int) -> Any:
+    from yaml import MappingNode, ScalarNode
+
+    # Without a limit, an alias that contains itself would recurse until Python's stack overflows.
+    if not depth:
+        raise ValueError(f"line {node.start_mark.line + 1} is nested too deeply")
+    if isinstance(node, ScalarNode):
+        # A quoted "null" has a style, and is text.
+        return None if node.style is None and node.value in NULLS else node.value
+    if not isinstance(node, MappingNode):
+        return [_value_of(each, depth - 1) for each in node.value]
+    table: dict[str, Any] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if not isinstance(key.value, str):
+            raise ValueError(f"line {line} has a key that is not a name")
+        # YAML forbids repeated keys, but PyYAML keeps the last one silently.
+        if key.value in table:
+            raise ValueError(f"line {line} sets {key.value} again")
+        table[key.value] = _value_of(value, depth - 1)
+    return table

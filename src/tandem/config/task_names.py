@@ -12,9 +12,9 @@ from tandem.text import did_you_mean, nearest
 
 BUILT_IN: Mapping[str, str] = {
     "digits": "tandem.tasks.digits:Digits",
-    "mnist": "tandem.tasks.mnist:Mnist",
-    "fashion-mnist": "tandem.tasks.mnist:FashionMnist",
-    "cifar10": "tandem.tasks.cifar10:Cifar10",
+    "mnist": "tandem.tasks.classification:Mnist",
+    "fashion-mnist": "tandem.tasks.classification:FashionMnist",
+    "cifar10": "tandem.tasks.classification:Cifar10",
     "image-folder": "tandem.tasks.image_folder:ImageFolder",
 }
 LONGEST = 400

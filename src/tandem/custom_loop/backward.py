@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tandem.custom_loop.kept import unwrapped
-from tandem.custom_loop.limits import PlainBackward
+from tandem.custom_loop.limits import AveragedParameters, PlainBackward
 from tandem.distributed.consensus import (
     LOSS,
     LOSS_NOT_FINITE,
@@ -131,6 +131,7 @@ class Backward:
         self._reader = ConsensusReader(group, (ASKED,))
         self._one = torch.ones((), device=group.device)
         self._plain = PlainBackward()
+        self._averaged = AveragedParameters()
         self._exchanged: Tensor | None = None
         self._found: Tensor | None = None
         self._buffers = KeptBuffers(
@@ -156,6 +157,13 @@ class Backward:
         """Include the gradients of one more wrapped model."""
         self.models.append(model)
         self._plain.watch(model)
+        self.watch_frozen(model)
+
+    def watch_frozen(self, model: nn.Module) -> None:
+        """Check that no parameter of `model` is trained unless ranks average its gradient."""
+        # With one rank, there is nothing to average.
+        if self._group.size > 1:
+            self._averaged.watch(model)
 
     def set_gradient_sync(self, is_last: bool) -> None:
         """Set whether the next forward and backward pass is the last of its batch.
@@ -187,9 +195,11 @@ class Backward:
         """Skip the step if a value was not finite; on GPUs, decide that on the device.
 
         The host does not know the result there yet, and does not wait for it. Raises ConfigError for
-        gradients that did not come from `run`.
+        gradients that did not come from `run`, and for those that ranks do not average.
         """
-        self._plain.before_optimizer(p for group in optimizer.param_groups for p in group["params"])
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        self._plain.before_optimizer(trained)
+        self._averaged.check(trained)
         self._is_stepping = True
         if self._found is None or hasattr(optimizer, "found_inf"):  # a GradScaler decides
             return
@@ -365,8 +375,9 @@ class Backward:
 
     def _first_gradients(self) -> list[tuple[nn.Parameter, Tensor | None]]:
         """Return the first trainable parameter of each model, with a copy of its gradient."""
-        first = [next(p for p in model.parameters() if p.requires_grad) for model in self.models]
-        return [(p, None if p.grad is None else p.grad.clone()) for p in first]
+        # A loop may freeze a whole model for one of its passes.
+        first = [next((p for p in model.parameters() if p.requires_grad), None) for model in self.models]
+        return [(p, None if p.grad is None else p.grad.clone()) for p in first if p is not None]
 
     def _look_for_a_missing_step(self, before: Sequence[tuple[nn.Parameter, Tensor | None]]) -> None:
         """Raise ConfigError if a backward pass has added to gradients that no optimizer has used yet."""

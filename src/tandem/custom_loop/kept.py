@@ -34,11 +34,11 @@ from tandem.distributed.group import ProcessGroup
 from tandem.distributed.replica import Replica
 from tandem.errors import ConfigError
 from tandem.telemetry.recorder import Recorder
+from tandem.text import did_you_mean, nearest
 from tandem.training.buffers import adopt_buffers, has_saved_buffers
-from tandem.training.loading import check_shapes
 from tandem.training.optim import check_groups, groups_of
-from tandem.training.replicas import checksum
-from tandem.training.train_state import indices_outside, parameter_names
+from tandem.training.rank_checks import checksum
+from tandem.training.train_state import check_shapes, indices_outside, parameter_names
 
 # Check that values that should be equal on all ranks are: a checkpoint contains only rank 0's.
 
@@ -90,9 +90,16 @@ class KeptValues(SimpleNamespace):
         super().__init__(**{name: converted(value) for name, value in values.items()})
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Assign a value. Raises ConfigError if its kind differs from the previous value's."""
+        """Assign a value.
+
+        Raises ConfigError if its kind differs from the previous value's, and for a name that is not kept: no
+        checkpoint would contain the value.
+        """
         here = vars(self)
-        super().__setattr__(name, assigned(name, here[name], value) if name in here else value)
+        if name not in here:
+            expected = f"; kept: {', '.join(here)}; to keep another value, pass it to run.keep"
+            raise ConfigError(f"run.keep was not given {name!r}{did_you_mean(nearest(name, here), expected)}")
+        super().__setattr__(name, assigned(name, here[name], value))
 
 
 class KeptState:
@@ -112,7 +119,8 @@ class KeptState:
     ) -> None:
         """Check and collect the values.
 
-        Raises ConfigError for values that cannot be kept, and for a trained model that is not in `wrapped`.
+        Raises ConfigError for values that cannot be kept, for a trained model that is not in `wrapped`, and
+        for one in `wrapped` whose weights are in no value.
         """
         self._kept = kept
         self._wrapped = wrapped
@@ -127,6 +135,7 @@ class KeptState:
         self._differences = Differences(world)
         # Fail here, not at the first save, if a state cannot be written.
         flatten({**self.full_state(), PER_RANK: self.per_rank_state()})
+        self._check_wrapped()
 
     @property
     def has_per_rank_state(self) -> bool:
@@ -306,6 +315,11 @@ class KeptState:
         return tensor_in(value)
 
     def _check(self, name: str, value: object, trained: set[int]) -> None:
+        if isinstance(value, type):
+            raise ConfigError(
+                f"run.keep({name}=...): got the class {value.__name__}; pass an object of it, such as "
+                f"{value.__name__}(...)"
+            )
         if kind_of(value) is None:
             raise ConfigError(f"run.keep({name}=...): invalid type {type(value).__name__}; expected {VALID}")
         check_array(name, value)
@@ -322,10 +336,41 @@ class KeptState:
                 f"run.keep({name}=...)"
             )
 
+    def _check_wrapped(self) -> None:
+        """Raise ConfigError if a trained weight of a wrapped model is in no kept value.
+
+        A module or tensor is recognized by its memory. Any other object may return copies from its
+        state_dict(), so there an equal shape suffices.
+        """
+        kept = {id(p) for module in self.modules.values() for p in module.parameters()}
+        left = [p for module in self._wrapped for p in _trained(module) if id(p) not in kept]
+        if not left:
+            return
+        others = {n: o for n, o in self._of(OBJECT).items() if not isinstance(o, torch.optim.Optimizer)}
+        _, copies = flatten({OBJECT: {name: state_of(value) for name, value in others.items()}})
+        _, own = flatten(self.per_rank_state())
+        shapes = {tuple(tensor.shape) for tensor in (*copies, *own)}
+        memory = {_memory_of(tensor_in(value)) for value in self._of(TENSOR).values()}
+        if all(tuple(p.shape) in shapes or _memory_of(p) in memory for p in left):
+            return
+        model = next(unwrapped(m) for m in self._wrapped if any(p is left[0] for p in m.parameters()))
+        raise ConfigError(
+            f"run.keep got no value with the weights of the wrapped {type(model).__name__}, so no checkpoint "
+            "would contain them; name the model as well, as in run.keep(model=model, ...)"
+        )
+
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the model that `Run.wrap` received."""
     return module.model if isinstance(module, Replica) else module
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in unwrapped(module).parameters() if parameter.requires_grad]
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _part(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tandem.config import Settings
+from tandem.distributed.replica import Replica
+from tandem.distributed.strategy.ddp import listed
 from tandem.errors import ConfigError
+from tandem.training.buffers import is_lazy
 
 log = logging.getLogger("tandem.run")
 
@@ -79,6 +82,53 @@ def hints_as_arguments(chosen: Collection[str]) -> Iterator[None]:
                 flag = "--" + name.replace("_", "-")
                 text = text.replace(f"{flag} ", f"{name}=").replace(flag, f"{name}=")
         raise ConfigError(text.replace("=: ", ": ")) from error
+
+
+def check_model(model: object) -> None:
+    """Raise ConfigError for an object that `Run.wrap` cannot wrap."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"run.wrap: invalid type {type(model).__name__}; expected a torch.nn.Module")
+    named = [*model.named_parameters(), *model.named_buffers()]
+    if names := [name for name, value in named if is_lazy(value)]:
+        raise ConfigError(
+            f"run.wrap got a model with lazy modules, which have no sizes yet ({listed(names)}); call the "
+            "model on a sample before run.wrap, or set the sizes, as in nn.Linear(in, out)"
+        )
+
+
+class AveragedParameters:
+    """The parameters whose gradients ranks average: those that required one in `Run.wrap`.
+
+    DDP ignores a layer that is unfrozen or created later, so each rank would train it with its own gradients.
+    """
+
+    def __init__(self) -> None:
+        self._models: list[nn.Module] = []
+        self._known = set[int]()
+
+    def watch(self, model: nn.Module) -> None:
+        """Include one more model, wrapped or frozen."""
+        self._models.append(model)
+        if isinstance(model, Replica):
+            self._known |= model.handled
+
+    def check(self, trained: Sequence[nn.Parameter]) -> None:
+        """Raise ConfigError if a gradient of `trained`, the parameters of an optimizer, is not averaged."""
+        # Walking through the modules takes ten times as long, so look there only for the names.
+        if not self._models or not any(map(self._is_missed, trained)):
+            return
+        for model in self._models:
+            if names := [name for name, p in model.named_parameters() if self._is_missed(p)]:
+                raise ConfigError(
+                    f"the ranks do not average the gradients of {listed(names)}, because run.wrap got the "
+                    "model before these were trained; freeze layers after run.wrap, not before it, and set "
+                    "TANDEM_FIND_UNUSED=true"
+                )
+        # They are in no wrapped model, so do not look there again at every step.
+        self._known |= {id(p) for p in trained if self._is_missed(p)}
+
+    def _is_missed(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) not in self._known and parameter.grad is not None and parameter.requires_grad
 
 
 # Detect `loss.backward()` where a loop needs `run.backward(loss)`.

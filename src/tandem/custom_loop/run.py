@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tandem.custom_loop.engine import Engine
 from tandem.custom_loop.kept import KeptState, KeptValues
-from tandem.custom_loop.limits import check_dataset
+from tandem.custom_loop.limits import check_dataset, check_model
 from tandem.distributed.replica import Replica, broadcast_weights
 from tandem.errors import ConfigError, TandemError
 from tandem.launch.script_process import ScriptRank
@@ -87,11 +87,11 @@ class Run:
             model = run.wrap(torch.nn.Linear(8, 2))
             teacher = run.wrap(torch.nn.Linear(8, 2).requires_grad_(False))
         """
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"run.wrap: invalid type {type(model).__name__}; expected a torch.nn.Module")
+        check_model(model)
         if self._state is not None:
             raise ConfigError("run.wrap was called after run.keep; wrap every model first, then keep them")
         world = self._engine.world
+        backward = self._engine.backward
         # With several devices, the script has placed the parts itself.
         if len(world.devices) == 1:
             model = model.to(world.device)
@@ -101,8 +101,8 @@ class Run:
         # DDP rejects a module without gradients; a frozen model only needs equal weights.
         if not any(parameter.requires_grad for parameter in model.parameters()):
             broadcast_weights(model, world)
+            backward.watch_frozen(model)
             return model
-        backward = self._engine.backward
         wrapped: nn.Module = model
         if world.size > 1:
             wrapped = Replica(model, world, backward.piggybacked, self._engine.settings.exchange)

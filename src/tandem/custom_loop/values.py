@@ -135,6 +135,8 @@ def restore(value: Any, state: Any) -> None:
 
 
 def _has_state(value: object) -> bool:
+    if isinstance(value, type):  # a class has the functions, but no state
+        return False
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 

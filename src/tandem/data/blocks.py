@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from tandem.errors import ConfigError
+
 
 @runtime_checkable
 class BlockSource(Protocol):
@@ -66,6 +68,14 @@ class Recent:
     def forget(self, key: Hashable) -> None:
         """Remove the value of `key`, if it is there."""
         self._values.pop(key, None)
+
+
+def patterns_of(reader: str, files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str]:
+    """Return paths or patterns as a list. Raises ConfigError, which begins with `reader`, for none."""
+    patterns = [files] if isinstance(files, str | os.PathLike) else files
+    if not patterns:
+        raise ConfigError(f"{reader}: files: got an empty list; expected a path or pattern, or several")
+    return [os.fspath(pattern) for pattern in patterns]
 
 
 def range_sizes(samples: int, block_samples: int) -> list[int]:

@@ -8,8 +8,8 @@ first sample of the batch.
 
 import inspect
 import pickle
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import update_wrapper
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import (
+    ConcatDataset,
     Dataset,
     IterableDataset,
     StackDataset,
@@ -26,6 +27,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from tandem.data.bad_samples import why_not_collated
 from tandem.data.host_generators import (
     HOST_GENERATORS,
     AllNotedReads,
@@ -35,7 +37,8 @@ from tandem.data.host_generators import (
 )
 from tandem.data.sampler import BatchKey
 from tandem.data.seeds import derive_seed, seed_host_generators
-from tandem.text import with_type
+from tandem.errors import ConfigError
+from tandem.text import add_note, in_samples, notes_of, with_type
 
 # Pass `step` and `epoch` to those methods of a task that have parameters with these names.
 
@@ -153,6 +156,21 @@ def returns_batches(dataset: Any) -> bool:
         return not isinstance(dataset.__getitems__([0]), list)
 
 
+def begin_epoch(dataset: Any, epoch: int, seed: int) -> None:
+    """Call `set_epoch(epoch)` of a training set that has it, even inside torch's Subset and ConcatDataset.
+
+    Call this in each process that reads samples, before its first batch of an epoch.
+    """
+    if not hasattr(dataset, "set_epoch"):
+        inner = [dataset.dataset] if isinstance(dataset, Subset) else []
+        for part in dataset.datasets if isinstance(dataset, ConcatDataset) else inner:
+            begin_epoch(part, epoch, seed)
+        return
+    with KeptGenerators():
+        seed_host_generators(derive_seed(seed, epoch))
+        dataset.set_epoch(epoch)
+
+
 class SampleFetcher(Dataset[Batch]):
     """Batches by key, assembled from single samples without changing the global generators.
 
@@ -170,6 +188,7 @@ class SampleFetcher(Dataset[Batch]):
         self.seed = seed
         self.collate = collate or default_collate
         self._lists = hasattr(dataset, "__getitems__")
+        self._epoch: int | None = None
         self._seeded: set[HostGenerator] = set()
         self._reads: NotedReads = AllNotedReads()  # in the first batch of each process
 
@@ -180,11 +199,18 @@ class SampleFetcher(Dataset[Batch]):
             if get_worker_info() is None or _can_be_sent(type(error)):
                 raise
             # An error whose class cannot be pickled would never leave the worker.
-            raise RuntimeError(with_type(error)) from error
+            sent = RuntimeError(with_type(error))
+            for note in notes_of(error):
+                sent.add_note(note)
+            raise sent from error
 
     def _batch(self, key: BatchKey) -> Batch:
         epoch, indices, step = key
         of_epoch = derive_seed(self.seed, epoch)
+        # An evaluation may read the same dataset, and its epoch is always 0.
+        if step is not None and epoch != self._epoch:
+            begin_epoch(self.dataset, epoch, self.seed)
+            self._epoch = epoch
         with KeptGenerators() as generators:
             samples = None
             # This takes a few rounds at most: each failed one adds a generator to `_seeded`, and there are
@@ -194,7 +220,7 @@ class SampleFetcher(Dataset[Batch]):
             # default_collate never draws, so it needs no seeds.
             if self.collate is not default_collate:
                 generators.seed(derive_seed(indices[0], BATCH, start=of_epoch))
-            return collated(self.collate, samples, step, epoch)
+            return collated(self.collate, samples, step, epoch, indices)
 
     def _samples(self, indices: list[int], of_epoch: int, generators: KeptGenerators) -> list[Any] | None:
         """Return the samples; None if they used a generator that was not seeded for each sample."""
@@ -211,19 +237,36 @@ class SampleFetcher(Dataset[Batch]):
         return None
 
     def _unseeded(self, indices: list[int]) -> list[Any]:
+        samples: list[Any] = []
         if self._lists:
-            samples: list[Any] = self.dataset.__getitems__(indices)
+            with _naming(lambda: indices):
+                samples = self.dataset.__getitems__(indices)
             return samples
-        return [self.dataset[index] for index in indices]
+        with _naming(lambda: indices[len(samples) : len(samples) + 1]):
+            for index in indices:
+                samples.append(self.dataset[index])
+        return samples
 
     def _one_by_one(self, indices: list[int], of_epoch: int) -> list[Any]:
-        samples = []
-        for index in indices:
-            seed = derive_seed(index, start=of_epoch)
-            for generator in self._seeded:
-                generator.seed(seed)
-            samples.append(self.dataset[index])
+        samples: list[Any] = []
+        with _naming(lambda: indices[len(samples) : len(samples) + 1]):
+            for index in indices:
+                seed = derive_seed(index, start=of_epoch)
+                for generator in self._seeded:
+                    generator.seed(seed)
+                samples.append(self.dataset[index])
         return samples
+
+
+@contextmanager
+def _naming(samples: Callable[[], Sequence[int]]) -> Iterator[None]:
+    """Add a note with the indices of `samples` to an error in this block."""
+    try:
+        yield
+    except Exception as error:
+        if named := samples():
+            add_note(error, in_samples(named))
+        raise
 
 
 def _can_be_sent(kind: type[Exception]) -> bool:
@@ -235,11 +278,29 @@ def _can_be_sent(kind: type[Exception]) -> bool:
     return True
 
 
-def collated(collate: Collate | None, samples: list[Any], step: int | None, epoch: int) -> Batch:
-    """Collate a batch of the training step `step`; None: not for training."""
-    if step is not None and isinstance(collate, WithStepContext):
-        return collate.at(step, epoch, samples)
-    return _collated_by_default(samples) if collate in (None, default_collate) else collate(samples)
+def collated(
+    collate: Collate | None,
+    samples: list[Any],
+    step: int | None,
+    epoch: int,
+    indices: Sequence[int] | None = None,
+) -> Batch:
+    """Collate a batch of the training step `step`; None: not for training.
+
+    `indices`: those of the samples, for messages. Raises ConfigError for samples that default_collate cannot
+    combine.
+    """
+    with _naming(lambda: indices or ()):
+        if step is not None and isinstance(collate, WithStepContext):
+            return collate.at(step, epoch, samples)
+        if collate is not None and collate is not default_collate:
+            return collate(samples)
+    try:
+        return _collated_by_default(samples)
+    except Exception as error:
+        if problem := why_not_collated(samples, indices, error):
+            raise ConfigError(problem) from error
+        raise
 
 
 def _collated_by_default(samples: list[Any]) -> Batch:

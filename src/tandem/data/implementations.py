@@ -167,7 +167,10 @@ class ShardedData:
         seed_host_generators(derive_seed(reader.seed, epoch, position, part, reader.rank, BATCH))
         samples = list(islice(self._samples, size))
         if len(samples) < size:
-            raise EOFError(f"of_rank({reader.rank}, {reader.world_size}) ended before its reported length")
+            raise ConfigError(
+                f"of_rank({reader.rank}, {reader.world_size}) of the training set ended before its length; "
+                "let len() of its result, if defined, be what it yields, the same in each epoch"
+            )
         return collated(reader.collate, samples, step, epoch)
 
 
@@ -241,8 +244,20 @@ class StreamedData:
         try:
             return next(self._iterator)
         except StopIteration:
-            epochs = f"epoch {epoch} of the training stream"
-            raise EOFError(f"{epochs} ended after {index} samples, before its last step") from None
+            raise ConfigError(self._why_too_short(epoch, index)) from None
+
+    def _why_too_short(self, epoch: int, samples: int) -> str:
+        """Describe a stream that ended before the last step of its epoch."""
+        ended = f"the training stream ended after {samples:,} samples in epoch {epoch}"
+        size = self.order.batch_size
+        full = samples // size
+        if hasattr(self._dataset, "__len__"):
+            return f"{ended}, but its __len__ says {len(self._dataset):,}; let __len__ return what it yields"
+        fits = f"set the steps to {full}" if full else f"use batches of at most {samples} samples"
+        return (
+            f"{ended}, before the end of step {full + 1:,} of {self.order.steps_per_epoch:,}, with batches "
+            f"of {size:,}; {fits}, or define __len__, after which a new epoch begins"
+        )
 
     def _share(
         self, step: int, indices: range, samples: list[Any], ours: slice, sizes: list[int]

@@ -4,8 +4,10 @@ A dataset that can return a whole batch is read in this process. All others use 
 workers. The state of a loader is never saved: it starts again from a step.
 """
 
+import errno
 import gc
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -23,12 +25,20 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from tandem.data.datasets import TensorImages, TensorRows
-from tandem.data.fetch import Batch, Collate, Fetch, SampleFetcher, whole_fetch
+from tandem.data.fetch import Batch, Collate, Fetch, SampleFetcher, begin_epoch, whole_fetch
 from tandem.data.sampler import BatchKey, TrainBatches
 from tandem.errors import ConfigError, TandemError
-from tandem.process import close_device_files, end_with_parent
+from tandem.process import (
+    ReadFile,
+    allow_open_files,
+    close_device_files,
+    end_with_parent,
+    files_read_here,
+    open_files,
+    reopen,
+)
 from tandem.signals import ignore_stop_signals
-from tandem.torch_private import end_loader_processes
+from tandem.torch_private import end_loader_processes, loader_pids
 
 # Keep small datasets on the GPU: batches are gathered there, and only indices cross the bus.
 
@@ -112,7 +122,11 @@ def train_batches(
     if fetch is None:
         yield from _loaded(SampleFetcher(dataset, seed, collate), sampler, workers, device)
         return
+    last = None
     for epoch, indices in sampler.micro_batches():
+        if epoch != last:
+            begin_epoch(dataset, epoch, seed)
+            last = epoch
         yield moved(fetch(indices, epoch, seed), device)
 
 
@@ -264,7 +278,7 @@ def _loaded(
         num_workers=workers,
         collate_fn=_identity,
         pin_memory=device.type == "cuda",  # by a thread next to the workers
-        worker_init_fn=partial(_start_worker, os.getpid(), _is_of_main_thread()),
+        worker_init_fn=partial(_start_worker, os.getpid(), _is_of_main_thread(), files_read_here()),
         # A rank is started by a fork server, which would also start the workers, but cannot import the task's
         # file.
         multiprocessing_context="fork",
@@ -280,8 +294,41 @@ def _loaded(
             yield moved(batch, device)
     except TandemError as error:
         raise _as_raised(error) from error
+    except (RuntimeError, OSError, EOFError) as error:
+        if problem := _why_not_sent(error, batches):
+            raise ConfigError(problem) from error
+        raise
     finally:
         _read.remove(batches)
+
+
+def _why_not_sent(error: Exception, batches: Any) -> str:
+    """Return why a loader process could not send a batch to this one; "" for any other error."""
+    if "shared memory" in str(error) and os.strerror(errno.ENOSPC) in str(error):
+        size = shutil.disk_usage("/dev/shm").total
+        return (
+            f"/dev/shm is full ({size / 2**20:,.0f} MiB); loader processes send batches through it; use "
+            "fewer --workers, or make it larger: --shm-size=1g or --ipc=host (Docker), or a volume there "
+            "with medium: Memory (Kubernetes)"
+        )
+    if _is_out_of_files(error, batches):
+        return (
+            "a batch of a loader process has too many tensors: each takes an open file, and a process "
+            f"may open {allow_open_files():,}; stack them in collate or raise the limit (ulimit -n)"
+        )
+    return ""
+
+
+def _is_out_of_files(error: Exception, batches: Any) -> bool:
+    """Return True if the tensors of a batch could not be opened, here or in the process that sends them."""
+    # The kernel delivers none of the files that were sent, which torch reports as missing ancillary data.
+    if getattr(error, "errno", None) == errno.EMFILE or str(error) == "received 0 items of ancdata":
+        return True
+    if not isinstance(error, EOFError | ConnectionError):
+        return False
+    # A sender at its limit just closes the connection, and so does one that was killed.
+    most = allow_open_files() * 9 // 10
+    return any(open_files(pid) > most for pid in (os.getpid(), *loader_pids(batches)))
 
 
 def _as_raised(error: TandemError) -> TandemError:
@@ -334,9 +381,10 @@ def _identity(batch: Batch) -> Batch:
     return batch
 
 
-def _start_worker(rank: int, ends_with_parent: bool, _worker: int) -> None:
+def _start_worker(rank: int, ends_with_parent: bool, files: Sequence[ReadFile], _worker: int) -> None:
     """Ignore stop signals, which reach the whole process tree: the rank needs batches until all ranks agree.
 
+    A dataset may have opened one of the `files` of the rank, so the worker opens them for itself.
     A worker must also end immediately with its parent, the `rank`; torch checks only every five seconds.
     """
     ignore_stop_signals()
@@ -346,6 +394,7 @@ def _start_worker(rank: int, ends_with_parent: bool, _worker: int) -> None:
         if os.getppid() != rank:  # the rank has just ended
             os.kill(os.getpid(), signal.SIGKILL)
     close_device_files()
+    reopen(files)
 
 
 def moved(batch: Batch, device: torch.device) -> Batch:

@@ -347,13 +347,29 @@ def mix(
     """
     if not sources:
         raise ConfigError("mix(): expected at least one source")
-    for name, (dataset, _) in sources.items():
+    arguments: tuple[tuple[str, Any, str], ...] = (
+        ("sources", sources, "{name: (dataset, weight)}"),
+        ("stages", stages or {}, "{step: {name: weight}}"),
+    )
+    for what, given, form in arguments:
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"mix(): {what}: invalid type {type(given).__name__}; expected a dict, {form}")
+    source: Any
+    for name, source in sources.items():
+        if not isinstance(source, tuple | list) or len(source) != 2:
+            got = f"{len(source)} values" if isinstance(source, tuple | list) else type(source).__name__
+            raise ConfigError(f"mix(): {name}: got {got}; expected (dataset, weight), such as (dataset, 3)")
+        dataset, _ = source
         if problem := _problem_of(dataset):
             raise ConfigError(f"mix(): {name}: {problem}")
     made = [Stage(0, _quotas({name: weight for name, (_, weight) in sources.items()}))]
     for step, weights in sorted((stages or {}).items()):
         if not isinstance(step, int) or step < 1:
             raise ConfigError(f"mix(): stages: invalid step {step!r}; expected an integer >= 1")
+        entry: Any = weights
+        if not isinstance(entry, Mapping):
+            kind = type(entry).__name__
+            raise ConfigError(f"mix(): stages: step {step}: invalid type {kind}; expected {{name: weight}}")
         if set(weights) != set(sources):
             raise ConfigError(
                 f"mix(): stages: step {step}: weights of {', '.join(map(str, weights)) or 'nothing'}; "

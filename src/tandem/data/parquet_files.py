@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset
 
-from tandem.data.blocks import Recent, read_ahead
+from tandem.data.blocks import Recent, patterns_of, read_ahead
 from tandem.data.columns import KEPT_BLOCKS, Columns, borders_of, getter_of, rows_at
 from tandem.errors import ConfigError
 from tandem.process import memory_left
@@ -107,8 +107,13 @@ def parquet(
     rows.
     """
     module = _pyarrow()
-    patterns = [files] if isinstance(files, str | os.PathLike) else files
-    paths = list(dict.fromkeys(path for pattern in patterns for path in _matching(os.fspath(pattern))))
+    if columns is not None and (isinstance(columns, str) or not columns):
+        raise ConfigError(
+            f"parquet(): columns: invalid value {columns!r}; expected a list of names, such as "
+            f"[{columns or 'label'!r}], or None for all columns"
+        )
+    patterns = patterns_of("parquet()", files)
+    paths = list(dict.fromkeys(path for pattern in patterns for path in _matching(pattern)))
     groups: list[RowGroup] = []
     first: Any = None
     for path in paths:
@@ -126,7 +131,7 @@ def parquet(
                 f"parquet(): {path}: columns {_listed(schema)}; expected {_listed(first)}, as in {paths[0]}"
             )
     if not groups:
-        raise ConfigError(f"parquet(): {', '.join(map(str, patterns))}: the files have no rows")
+        raise ConfigError(f"parquet(): {', '.join(patterns)}: the files have no rows")
     return ParquetRows(groups, first.names)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from tandem.data.batch_shares import equal_shares, slice_of
 from tandem.data.seeds import FIRST, GOLDEN, SECOND, derive_seed, derive_seeds
 from tandem.errors import ConfigError
+from tandem.log import pluralize
 
 # A permutation of range(n) that is computed, not stored: any position at any time, in both directions.
 #
@@ -126,10 +127,12 @@ class GlobalOrder:
     def __init__(self, n: int, batch_size: int, seed: int) -> None:
         if batch_size < 1:
             raise ConfigError(f"--batch-size: invalid value {batch_size}; expected an integer >= 1")
+        if n < 1:
+            raise ConfigError("the training set has no samples; check its path or filter")
         if n < batch_size:
             raise ConfigError(
-                f"the training set has {n} samples, less than one global batch of {batch_size}: "
-                f"use --batch-size {max(n, 1)} or less"
+                f"the training set has {pluralize(n, 'sample')}, less than one global batch of {batch_size}: "
+                f"use --batch-size {n}{' or less' * (n > 1)}"
             )
         self.n = n
         self.batch_size = batch_size

@@ -18,6 +18,7 @@ _MASK = 2**64 - 1
 
 MODEL = 1  # the purpose of a seed, so that no two uses share a seed
 STEP = 2
+DATA = 3
 
 
 def derive_seed(*parts: int, start: int = 0) -> int:
@@ -75,6 +76,12 @@ def _shift_right(state: Tensor, bits: int) -> Tensor:
 def seed_model(seed: int) -> None:
     """Seed before the model is built: the same initial weights on every rank."""
     torch.manual_seed(derive_seed(seed, MODEL))
+    seed_host_generators(derive_seed(seed, MODEL))
+
+
+def seed_datasets(seed: int) -> None:
+    """Seed before the datasets are built: the same random split on every rank and after every start."""
+    seed_host_generators(derive_seed(seed, DATA))
 
 
 def seed_micro_step(seed: int, step: int, micro_step: int, rank: int) -> None:

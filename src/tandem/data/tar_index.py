@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from tandem.data.ranges import RangeReader, check_address, is_remote, redacted_url
 from tandem.errors import ConfigError
+from tandem.paths import check_replaceable
 
 BLOCK_BYTES = 1_000_000
 BLOCK_SAMPLES = 100
@@ -28,8 +29,10 @@ PART = 8 * 2**20
 PROGRESS_SECONDS = 5.0
 """At most how often `tandem index` says how far it has got."""
 HEADER = 512
-_FIELDS = struct.Struct("100s 24x 12s 20x c 100x 6s 82x 155s 12x")
-"""Name, size in octal digits, kind, magic number and prefix of a header."""
+_FIELDS = struct.Struct("100s 24x 12s 20x B 100x 6s 82x B 166x")
+"""Name, size in octal digits, kind, magic number and first byte of the prefix of a header."""
+PREFIX = 345
+PREFIX_END = 500
 FIELDS = ("address", "offset", "length", "count", "crc32")
 
 
@@ -61,9 +64,13 @@ class BlockTable:
     These are flat lists. With an object for each file, garbage collections took most of the time of a reader.
     """
 
-    __slots__ = ("_ends", "extensions", "keys", "offsets", "sizes")
+    __slots__ = ("_ends", "_prefix", "_start", "extensions", "keys", "offsets", "sizes")
 
     def __init__(self) -> None:
+        self._prefix = "\0"
+        """What all names of the last sample start with: its key and a dot. At first, no name does."""
+        self._start = 0
+        """The index of its first file."""
         self.keys: list[str] = []
         self.extensions: list[str] = []
         self.offsets: list[int] = []
@@ -76,16 +83,22 @@ class BlockTable:
 
     def add(self, name: str, offset: int, size: int) -> None:
         """Add a file, to the last sample if it has the same key. Raises ValueError."""
-        key, extension = _split(name)
-        if not self.keys or key != self.keys[-1]:
+        known = len(self._prefix)
+        # Most files have the key of the one before, so their names need not be split.
+        if name.startswith(self._prefix) and len(name) > known and name.find("/", known) < 0:
+            extension = name[known:]
+            if extension in self.extensions[self._start :]:
+                raise ValueError(f"the file {name!r} occurs twice")
+            self._ends[-1] += 1
+        else:
+            key, extension = _split(name)
+            self._prefix = key + "."
+            self._start = len(self.sizes)
             self.keys.append(key)
-            self._ends.append(len(self.sizes))
-        elif extension in self.extensions[self.files(len(self) - 1).start :]:
-            raise ValueError(f"the file {name!r} occurs twice")
+            self._ends.append(self._start + 1)
         self.extensions.append(extension)
         self.offsets.append(offset)
         self.sizes.append(size)
-        self._ends[-1] += 1
 
     def files(self, sample: int) -> range:
         """Return the indices of a sample's files."""
@@ -104,17 +117,21 @@ def samples_of(raw: bytes) -> BlockTable:
     """
     table = BlockTable()
     position = 0
-    while position + HEADER <= len(raw) and raw[position]:
+    last = len(raw) - HEADER
+    sizes: dict[bytes, int] = {}  # by their octal digits: many files of a block have the same size
+    while position <= last and raw[position]:
         name, octal, kind, magic, prefix = _FIELDS.unpack_from(raw, position)
         if kind not in b"0\0" or octal[0] >= 128:
             return _samples_by_tarfile(raw)
-        size = int(octal.rstrip(b" \0") or b"0", 8)
+        size = sizes.get(octal)
+        if size is None:
+            size = sizes[octal] = int(octal.rstrip(b" \0") or b"0", 8)
         name = name.rstrip(b"\0")
         # GNU's format has other fields in the place of the prefix.
-        if prefix[0] and magic == b"ustar\0":
-            name = prefix.rstrip(b"\0") + b"/" + name
+        if prefix and magic == b"ustar\0":
+            name = raw[position + PREFIX : position + PREFIX_END].rstrip(b"\0") + b"/" + name
         position += HEADER
-        table.add(str(name, "utf-8", "surrogateescape"), position, size)
+        table.add(name.decode("utf-8", "surrogateescape"), position, size)
         position += -(-size // HEADER) * HEADER
     return table
 
@@ -201,6 +218,7 @@ def index_shards(
     lines = "".join(json.dumps(dict(zip(FIELDS, block, strict=True))) + "\n" for block in blocks)
     part = output.with_name(f".{output.name}.part")
     try:
+        check_replaceable(output)
         part.write_text(lines, encoding="utf-8")
         os.replace(part, output)
     except OSError as error:

@@ -27,12 +27,16 @@ from tandem.data.tar_index import BlockTable, StoredBlock, read_index, samples_o
 from tandem.errors import ConfigError
 from tandem.telemetry import metrics
 from tandem.telemetry.metrics import Sample
+from tandem.text import SAMPLE_NOTE, add_note
 from tandem.timeouts import BLOCK_DEADLINE_SECONDS, BLOCK_USED_SECONDS
 
 CACHE_BYTES = 20 * 10**9
 """The most that a cache takes by default."""
 MOST_TABLES = 1024
 """Blocks whose lists of files stay in memory, about 30 kB for 100 samples."""
+MOST_IN_MEMORY = 2**27
+"""Bytes of blocks that the processes of a rank keep in memory, so that a sample takes no read of a file. They
+hold the blocks that are read at a time, 64 lanes of 5, if those are small: 100 samples of 4 kB."""
 OPEN_BLOCKS = 320
 """How many blocks a rank reads from at a time if `hold` was not called: 64 lanes of 5."""
 OPEN_SHARDS = 16
@@ -71,15 +75,60 @@ class _OpenFile:
 
 
 class _Reading:
-    """A block that is read from: its file, the files of its samples, and when its time of use was set."""
+    """A block that is read from.
 
-    __slots__ = ("is_cached", "path", "table", "used")
+    `table`: the files of its samples. `used`: when the time of use of its file was set. `data`: the block
+    itself, while it is in memory. `left`: the number of samples that were not read yet.
+    """
+
+    __slots__ = ("data", "is_cached", "left", "path", "table", "used")
 
     def __init__(self, path: str, is_cached: bool) -> None:
         self.path = path
         self.is_cached = is_cached
         self.table = BlockTable()
         self.used = -math.inf
+        self.data: bytes | None = None
+        self.left = 0
+
+
+class _InMemory:
+    """The blocks whose bytes are kept in memory, up to `limit` bytes, until each sample has been read once.
+
+    It is not pickled.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._size = 0
+        self._blocks: dict[int, _Reading] = {}
+
+    def __reduce__(self) -> tuple[type["_InMemory"], tuple[int]]:
+        return _InMemory, (self.limit,)
+
+    def add(self, number: int, reading: _Reading, data: bytes) -> None:
+        """Keep the bytes of a block, in place of those that have been there longest."""
+        if number in self._blocks:
+            self._remove(number)
+        reading.data = data
+        reading.left = len(reading.table)
+        self._blocks[number] = reading
+        self._size += len(data)
+        while self._size > self.limit:
+            self._remove(next(iter(self._blocks)))
+
+    def has_read(self, number: int, samples: int) -> None:
+        """Count samples that were read from a block in memory."""
+        reading = self._blocks[number]
+        reading.left -= samples
+        if reading.left <= 0:
+            self._remove(number)
+
+    def _remove(self, number: int) -> None:
+        reading = self._blocks.pop(number)
+        assert reading.data is not None
+        self._size -= len(reading.data)
+        reading.data = None
 
 
 class TarBlocks(Dataset[Any]):
@@ -108,6 +157,7 @@ class TarBlocks(Dataset[Any]):
         self._next: dict[int, None] = {}
         """The blocks that were announced last, in order."""
         self._reading = Recent(MOST_TABLES)
+        self._in_memory = _InMemory(MOST_IN_MEMORY)
         self._shards = Recent(OPEN_SHARDS)
         self._fetcher: BlockFetcher | None = None
 
@@ -138,6 +188,7 @@ class TarBlocks(Dataset[Any]):
         """Prepare for reads from `blocks` blocks at a time. Raises ConfigError if the cache is too small."""
         self._open_blocks = blocks
         self._reading.capacity = max(MOST_TABLES, 2 * blocks)
+        self._in_memory.limit = MOST_IN_MEMORY // processes
         self._shards.capacity = max(OPEN_SHARDS, min(blocks, getrlimit(RLIMIT_NOFILE)[0] // 4))
         lengths = sorted((block.length for block in self.blocks if is_remote(block.address)), reverse=True)
         self.require(sum(lengths[:blocks]), f"because a rank reads from {blocks} blocks at a time")
@@ -178,7 +229,7 @@ class TarBlocks(Dataset[Any]):
             for (position, _), sample in zip(wanted, samples, strict=True):
                 found[position] = sample
         # In the order of the batch, because `decode` may draw random numbers.
-        return found if self.decode is None else [self.decode(sample) for sample in found]
+        return found if self.decode is None else [_decoded(self.decode, sample) for sample in found]
 
     def __getstate__(self) -> Mapping[str, Any]:
         # Another process starts its own.
@@ -208,9 +259,13 @@ class TarBlocks(Dataset[Any]):
     def _read(self, number: int, samples: Sequence[int]) -> list[dict[str, Any]]:
         """Return the samples with these numbers in a block, not decoded."""
         reading = self._reading.get(number, partial(self._checked, number))
-        file, offset = self._opened(self.blocks[number], reading)
         table = reading.table
-        found = [_sample(file.descriptor, offset, table, each) for each in samples]
+        if reading.data is None:
+            file, offset = self._opened(self.blocks[number], reading)
+            found = [_sample_of_file(file.descriptor, offset, table, each) for each in samples]
+        else:
+            found = [_sample(reading.data, 0, table, each) for each in samples]
+            self._in_memory.has_read(number, len(samples))
         if reading.is_cached and self._fetcher is not None:
             self._fetcher.status.needed(sum(map(table.size, samples)), _reader())
         return found
@@ -234,6 +289,7 @@ class TarBlocks(Dataset[Any]):
                 f"{block}: expected {block.samples} samples, got {len(reading.table)}; "
                 "run `tandem index` again"
             )
+        self._in_memory.add(number, reading, raw)
         return reading
 
     def _what_differs(self, block: StoredBlock) -> str:
@@ -280,20 +336,33 @@ def _open_file(path: str | Path) -> _OpenFile:
     return _OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
 
 
+def _decoded(decode: Decode, sample: dict[str, Any]) -> Any:
+    key = sample[KEY]  # `decode` may change the dict
+    try:
+        return decode(sample)
+    except Exception as error:
+        add_note(error, f"{SAMPLE_NOTE} {key!r}")
+        raise
+
+
 def _reader() -> int:
     """Return this process's number among those that read for a rank: 0, or that of a loader process."""
     worker = get_worker_info()
     return 0 if worker is None else worker.id + 1
 
 
-def _sample(descriptor: int, offset: int, table: BlockTable, number: int) -> dict[str, Any]:
-    """Return the files of a sample by extension: one read, because they are next to each other."""
+def _sample_of_file(descriptor: int, offset: int, table: BlockTable, number: int) -> dict[str, Any]:
+    """Return a sample of the block at `offset` of a file, in one read: its files are next to each other."""
     files = table.files(number)
     start = table.offsets[files.start]
     end = table.offsets[files.stop - 1] + table.sizes[files.stop - 1]
-    raw = os.pread(descriptor, end - start, offset + start)
+    return _sample(os.pread(descriptor, end - start, offset + start), start, table, number)
+
+
+def _sample(raw: bytes, start: int, table: BlockTable, number: int) -> dict[str, Any]:
+    """Return the files of a sample by extension, from the bytes of its block from `start` on."""
     found: dict[str, Any] = {KEY: table.keys[number]}
-    for file in files:
+    for file in table.files(number):
         begin = table.offsets[file] - start
         found[table.extensions[file]] = raw[begin : begin + table.sizes[file]]
     return found

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from tandem.data.blocks import BLOCK_SAMPLES, range_sizes, read_ahead
+from tandem.data.blocks import BLOCK_SAMPLES, patterns_of, range_sizes, read_ahead
 from tandem.data.token_packing import Packing, packed
 from tandem.errors import ConfigError
 
@@ -222,18 +222,18 @@ def tokens(
     Raises ConfigError if nothing matches, for a file of the wrong size, type or format, and if the first file
     has no such token among its first SEARCHED_TOKENS.
     """
-    if length < 1:
-        raise ConfigError(f"tokens(): length: invalid value {length}; expected an integer >= 1")
+    if not isinstance(length, int | numpy.integer) or length < 1:
+        raise ConfigError(f"tokens(): length: invalid value {length!r}; expected an integer >= 1")
     if dtype not in RAW:
         raise ConfigError(f"tokens(): dtype: invalid value {dtype!r}; expected one of {', '.join(RAW)}")
-    patterns = [files] if isinstance(files, str | os.PathLike) else files
-    paths = dict.fromkeys(path for pattern in patterns for path in _matching(os.fspath(pattern)))
+    patterns = patterns_of("tokens()", files)
+    paths = dict.fromkeys(path for pattern in patterns for path in _matching(pattern))
     found = [_opened(path, dtype) for path in paths]
     windows = TokenWindows(found, length)
     if not len(windows):
         longest = max((file.length for file in found), default=0)
         raise ConfigError(
-            f"tokens(): {', '.join(map(str, patterns))}: the longest file has {longest:,} tokens; "
+            f"tokens(): {', '.join(patterns)}: the longest file has {longest:,} tokens; "
             f"expected at least {length + 1:,}, for one window of length {length:,} and its targets"
         )
     if end_of_document is not None:

@@ -65,9 +65,8 @@ class SynchronizedBatchNorm(nn.BatchNorm1d):
 def synchronized(model: nn.Module) -> nn.Module:
     """Synchronize every BatchNorm in `model`, in place.
 
-    The class of a layer is replaced, not the layer object: its hooks, the modules that share it and the
-    script's references to it remain valid. A layer with its own forward() is not changed, and is reported in
-    the log.
+    The class of a layer is replaced, not the layer object: its hooks, the modules that share it and
+    references to it remain valid. A layer with its own forward() is not changed, and is reported in the log.
     """
     left = set()
     for layer in model.modules():

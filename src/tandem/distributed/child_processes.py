@@ -30,12 +30,15 @@ def killed_child(error: BaseException) -> tuple[str, int] | None:
     Call it first when a rank ends with an error. torch's SIGCHLD handler raises wherever the program happens
     to be, even in code that handles an earlier sign of the same end. After this call it no longer does.
     """
-    last_error = _stop_child_news()
+    last_error = stop_child_news()
     return _found_in(error) or (None if last_error is None else _found_in(last_error))
 
 
-def _stop_child_news() -> RuntimeError | None:
-    """Remove torch's SIGCHLD handler; return the error that it raised just before."""
+def stop_child_news() -> RuntimeError | None:
+    """Remove torch's SIGCHLD handler; return the error that it raised just before.
+
+    Call it before a rank that ends with an error kills its loader processes: the handler would raise.
+    """
     # The handler may raise before it is removed, even here, so the removal is tried again.
     last_error = None
     while True:
@@ -85,8 +88,7 @@ def _cause_of(error: BaseException) -> tuple[str, int] | None:
 def _is_of_a_pipe(error: BaseException) -> bool:
     """Return True if multiprocessing found the other end of a pipe closed; network errors do not count.
 
-    Several of its modules read from pipes: for example, `reduction` and not `connection` receives a tensor's
-    file descriptor.
+    Several of its modules read from pipes: `reduction`, for example, receives the descriptor of a tensor.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

@@ -126,8 +126,7 @@ def why_refused(devices: Sequence[torch.device]) -> str:
     """Return why CUDA cannot compute on GPUs that the driver lists, with a remedy; "" if it can.
 
     The driver may be too old for this torch, or this torch may have no code for the GPU. Without this check,
-    the first kernel would fail, which looks like a hardware failure. Raises errors that a new process may not
-    have.
+    the first kernel would fail, like broken hardware. Raises errors that a new process may not have.
     """
     if reason := _why_not_begun():
         if reason.startswith(NO_GPU) and not DRIVER_FILE.exists():
@@ -289,8 +288,3 @@ def product_problem(device: torch.device) -> str:
     if not wrong:
         return ""
     return f"{device} multiplies wrongly: {wrong} of {2 * EXACT_SIZE} sums of an exact product differ"
-
-
-def allow_tf32() -> None:
-    """Compute fp32 matrix products in TF32 on GPUs: 10 bits of mantissa, for up to 8 times the speed."""
-    torch.set_float32_matmul_precision("high")

@@ -356,8 +356,7 @@ SAME_SHAPES = ("allreduce", "all_reduce", "allgather", "all_gather", "reduce_sca
 class CollectiveObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that calls `meet(name, shapes)` before each collective; an error from it stops the call.
 
-    `shapes` has the shapes of all its tensors, or is empty for a collective whose shapes may differ between
-    ranks.
+    `shapes`: those of all its tensors, or empty for a collective whose shapes may differ between ranks.
     """
 
     def __init__(self, meet: Callable[[str, list[list[int]]], None]) -> None:

@@ -25,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from tandem.distributed.position import Connection, Position
 from tandem.errors import PEER_LOST, ConfigError, PeerLostError
+from tandem.paths import volume_time
 from tandem.timeouts import LEAVE_SECONDS, MEETING_FILE_SECONDS, RENDEZVOUS_POLL_SECONDS, WAITING_WORD_SECONDS
 from tandem.torch_private import listening_at, without_prefixes
 
@@ -111,7 +112,7 @@ def open_store(position: Position, connection: Connection, timeout: timedelta) -
     if connection.init == "env":
         return next(rendezvous("env://", timeout=timeout))[0]
     if connection.init.startswith("file:"):
-        check_fresh(Path(connection.init.removeprefix("file://")), time.time())
+        check_fresh(Path(connection.init.removeprefix("file://")))
         store = next(rendezvous(connection.init, position.rank, position.world_size, timeout=timeout))[0]
         # torch's handler for files ignores the timeout that it gets.
         store.set_timeout(timeout)
@@ -172,13 +173,13 @@ def wait_for_all(store: Any, position: Position, patience: float) -> None:
         speaks_at = now + WAITING_WORD_SECONDS
 
 
-def check_fresh(path: Path, now: float) -> None:
+def check_fresh(path: Path) -> None:
     """Raise ConfigError for a rendezvous file of an earlier run, which has the addresses of its ranks."""
     # A missing file is the usual case.
     with contextlib.suppress(OSError):
         # A new file is written by the ranks of this start, so only its age distinguishes an old one.
-        age = now - path.stat().st_mtime
-        if age > MEETING_FILE_SECONDS and path.stat().st_size:
+        found = path.stat()
+        if found.st_size and (age := volume_time(path.parent) - found.st_mtime) > MEETING_FILE_SECONDS:
             raise ConfigError(
                 f"--master file://{path}: the file is from an earlier run, {age:.0f} s old; remove it, "
                 "or use a new file for each start"

@@ -66,19 +66,19 @@ def own_address(interface: str, store: str | None) -> str:
         return str(probe.getsockname()[0])
 
 
-def _fill(connection: socket.socket, memory: memoryview) -> None:
+def receive_into(connection: socket.socket, memory: memoryview) -> None:
     """Receive until `memory` is full. Raises ConnectionError if the other end closes before."""
     while memory:
         # One call per piece: each return to Python would compete for its lock with the training thread.
         received = connection.recv_into(memory, min(len(memory), PIECE_BYTES), socket.MSG_WAITALL)
         if not received:
-            raise ConnectionError("closed by the other rank")
+            raise ConnectionError("closed by the other end")
         memory = memory[received:]
 
 
-def _read(connection: socket.socket, length: int) -> bytes:
+def receive(connection: socket.socket, length: int) -> bytes:
     found = bytearray(length)
-    _fill(connection, memoryview(found))
+    receive_into(connection, memoryview(found))
     return bytes(found)
 
 
@@ -114,14 +114,14 @@ class CopyReceiver:
             self._connection = connection
             with connection, suppress(OSError):
                 connection.settimeout(COPY_CONNECT_SECONDS)
-                if hmac.compare_digest(_read(connection, TOKEN_BYTES), self.address.token.encode()):
+                if hmac.compare_digest(receive(connection, TOKEN_BYTES), self.address.token.encode()):
                     connection.settimeout(None)
                     _watch(connection)
                     while True:
                         self._receive(connection)
 
     def _receive(self, connection: socket.socket) -> None:
-        head = SlotHead(*HEAD.unpack(_read(connection, HEAD.size)))
+        head = SlotHead(*HEAD.unpack(receive(connection, HEAD.size)))
         try:
             slot = IncomingSlot(self._region, 1 - self._last, head, self._mapped)
         except (OSError, ValueError, OverflowError) as error:
@@ -129,8 +129,8 @@ class CopyReceiver:
             raise ConnectionError from error
         self._mapped = slot.memory
         connection.sendall(KEPT)
-        _fill(connection, slot.contents)
-        if _read(connection, 1) == WHOLE:
+        receive_into(connection, slot.contents)
+        if receive(connection, 1) == WHOLE:
             slot.finish()
             self._last = 1 - self._last
         connection.sendall(KEPT)
@@ -222,7 +222,7 @@ class CopySender:
             try:
                 connection = self._connect()
                 connection.sendall(HEAD.pack(*copy.head))
-                if _read(connection, 1) == NO_ROOM:
+                if receive(connection, 1) == NO_ROOM:
                     log.warning("no node keeps copies of its neighbor's shards: one has too little memory")
                     return False
                 self._send_contents(connection, copy)
@@ -243,7 +243,7 @@ class CopySender:
             if is_last:
                 # A slot that was overwritten meanwhile may be torn.
                 connection.sendall(WHOLE if copy.is_whole() else DROPPED)
-                _read(connection, 1)
+                receive(connection, 1)
             self._rest(time.monotonic() - began, time.thread_time() - used, len(piece))
 
     def _rest(self, took: float, used: float, size: int) -> None:

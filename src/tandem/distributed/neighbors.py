@@ -17,13 +17,7 @@ from tandem.checkpoint.node_memory import NodeMemory
 from tandem.checkpoint.slot_copies import HEAD, IncomingSlot, SlotHead, bytes_of, head_of, held_slots
 from tandem.checkpoint.snapshot import MOST_SLOTS, Snapshots
 from tandem.distributed.group import BROADCAST_CHUNK_BYTES, ProcessGroup
-from tandem.distributed.neighbor_link import (
-    Address,
-    CopyReceiver,
-    CopySender,
-    OutgoingCopy,
-    own_address,
-)
+from tandem.distributed.neighbor_link import Address, CopyReceiver, CopySender, OutgoingCopy, own_address
 from tandem.distributed.position import Connection, Grant
 from tandem.timeouts import COPY_STUCK_SECONDS
 

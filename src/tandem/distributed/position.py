@@ -93,6 +93,11 @@ class Grant:
         return Path(self.sample_socket or ".").parent
 
     @property
+    def imports_file(self) -> Path:
+        """The record of what this node's ranks have imported (`code_files.write_code`)."""
+        return self.folder / "imports.json"
+
+    @property
     def shared_memories(self) -> tuple[NodeMemory, ...]:
         """The regions of all ranks of the node, for state that is equal on all ranks of the job."""
         return self.memories[: len(self.memories) // REGIONS]

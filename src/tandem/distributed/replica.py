@@ -20,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tandem.config.slices import ExchangeConfig
 from tandem.distributed.compression import compression, ddp_arguments
 from tandem.distributed.group import ProcessGroup, has_buffers_beside_batchnorm
+from tandem.distributed.strategy.ddp import unused_in
+from tandem.errors import ConfigError
 from tandem.torch_private import buffer_argument
 
 
@@ -57,8 +59,10 @@ class _Carrying(nn.Module):
         # DDP reads this attribute of the module that it wraps, where the model's names have a prefix.
         ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
         self._ddp_params_and_buffers_to_ignore = [f"model.{name}" for name in ignored]
-        named = model.named_parameters()
-        self.exchanged = [p for name, p in named if p.requires_grad and name not in ignored]
+        named = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in ignored}
+        self.exchanged = list(named.values())
+        self.names = ["", *named]
+        """Names of the parameters that DDP exchanges, in its order; the carrier comes first."""
         # DDP waits for each parameter's gradient, and the last layer's comes first. If a pass may leave out
         # parameters, any parameter may be the first.
         for parameter in self.exchanged if finds_unused else self.exchanged[-1:]:
@@ -143,8 +147,25 @@ class Replica(DistributedDataParallel):
             parameter.grad = None
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Return the model's own output."""
-        return super().forward(*inputs, **named)[0]  # type: ignore[no-untyped-call]
+        """Return the model's own output. Raises ConfigError if the last pass left out parameters."""
+        try:
+            return super().forward(*inputs, **named)[0]  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            # DDP reports it in the forward pass after the one that left out parameters.
+            if not (names := unused_in(error, self.module.names)):
+                raise
+            raise ConfigError(
+                f"in the previous pass of {type(self.model).__name__}, no gradient reached {names}; use them "
+                "in the loss, freeze them before run.wrap, or set TANDEM_FIND_UNUSED=true if a pass may "
+                "leave out parameters"
+            ) from error
+
+    @property
+    def handled(self) -> frozenset[int]:
+        """IDs of the parameters that DDP averages, and of those that the script told it to ignore."""
+        ignored = set(getattr(self.model, "_ddp_params_and_buffers_to_ignore", ()))
+        own = [p for name, p in self.model.named_parameters() if name in ignored]
+        return frozenset(map(id, [*self.module.exchanged, *own]))
 
     @property
     def model(self) -> nn.Module:

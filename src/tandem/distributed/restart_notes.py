@@ -18,8 +18,6 @@ from tandem.telemetry.messages import checked
 from tandem.torch_private import without_prefixes
 
 Note = TypeVar("Note")
-WRONG_NODE = "tandem/wrong-node"
-OUT_OF_MEMORY = "tandem/out-of-memory"
 WORDS = re.compile(
     r"CUDA (driver )?error: out of memory|CUDA out of memory|Cuda failure (\d+ )?'out of memory'"
     r"|DefaultCPUAllocator: (can't allocate|not enough) memory"
@@ -37,10 +35,6 @@ class WrongNode:
 
     def __str__(self) -> str:
         return self.why
-
-    def write(self, store: Any) -> None:
-        """Write it to the agents' store. Raises RuntimeError."""
-        write(store, WRONG_NODE, self)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -72,27 +66,27 @@ class OutOfMemory:
             f"so all ranks use {self.fits}"
         )
 
-    def write(self, store: Any) -> None:
-        """Write it to the agents' store. Raises RuntimeError."""
-        write(store, OUT_OF_MEMORY, self)
+
+KEYS: dict[type, str] = {WrongNode: "tandem/wrong-node", OutOfMemory: "tandem/out-of-memory"}
 
 
-def write(store: Any, key: str, note: Any) -> None:
-    """Write a note, a dataclass, which is in the store once this returns. Raises RuntimeError."""
+def write(store: Any, note: WrongNode | OutOfMemory) -> None:
+    """Write a note, which is in the agents' store once this returns. Raises RuntimeError."""
     store = without_prefixes(store)
+    key = KEYS[type(note)]
     store.set(key, json.dumps(asdict(note)))
     store.check([key])  # a set has no answer, and this rank exits next
 
 
-def read(store: Any, key: str, kind: type[Note]) -> Note | None:
+def read(store: Any, kind: type[Note]) -> Note | None:
     """Return the note that a rank of this or an earlier generation has written, if any."""
     with contextlib.suppress(RuntimeError, ValueError, RecursionError):  # any client can write there
-        if store.check([key]):
-            return checked(kind, json.loads(store.get(key)))
+        if store.check([KEYS[kind]]):
+            return checked(kind, json.loads(store.get(KEYS[kind])))
     return None
 
 
 def newest_in(store: Any) -> OutOfMemory | None:
     """Return the newest note about memory in the agents' store, of this or an earlier generation, if any."""
-    found = read(store, OUT_OF_MEMORY, OutOfMemory)
+    found = read(store, OutOfMemory)
     return found if found is not None and 0 < found.fits < found.samples else None

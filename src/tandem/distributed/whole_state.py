@@ -1,11 +1,13 @@
-"""Broadcast a whole state from one rank, or only the tensors that rank 0 alone has (running statistics).
+"""Broadcast a whole state, or only the tensors that rank 0 alone has (running statistics); write one for DCP.
 
 See docs/architecture.md#snapshots-on-every-node.
 """
 
 import math
 import time
+import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,6 +68,18 @@ def _broadcast_bytes_of(world: ProcessGroup, tensor: Tensor, source: int) -> Non
         # On CPUs, to() returns the piece itself, which the broadcast has filled.
         if there is not piece and world.rank != source:
             piece.copy_(there)
+
+
+def write_dcp(weights: Mapping[str, Tensor], path: Path) -> None:
+    """Write weights with torch.distributed.checkpoint: any number of ranks can load the directory.
+
+    Needs no process group.
+    """
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this process has no process group
+        save(dict(weights), checkpoint_id=path, no_dist=True)
 
 
 class Rank0Values:

@@ -1,11 +1,12 @@
-"""apply, status and delete: check first, then call kubectl. Uses only the standard library.
+"""apply, logs, forward, status and delete: check first, then call kubectl. Standard library only.
 
-Every failure that a user can fix is a one-line message, with kubectl's own error chained to it where there is
-one.
+Every failure that a user can fix is a one-line message, chained to kubectl's own error if there is one.
 """
 
 import json
 import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,13 @@ OPERATOR = "github.com/kubeflow/training-operator.git/manifests/overlays/standal
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 QUEUE_GROUP = "kueue.x-k8s.io"
 WARNINGS = 20  # number of newest warnings to show
+PORT = 19469  # of the metrics
+POLL_SECONDS = 2.0
+MISSED = 5  # how many consecutive answers may be missing while pods are followed
+LAST_WORDS_SECONDS = 10.0  # for the rest of the logs, after the job has ended
+LAST_LINES = 100  # of a pod that started earlier
+
+Followed = dict[tuple[str, str, int], subprocess.Popen[bytes]]
 
 
 @dataclass(frozen=True)
@@ -242,8 +250,8 @@ def status(target: Target) -> int:
     own |= {claim["metadata"]["name"] for claim in kubectl_json(target, "persistentvolumeclaims")}
     warnings = kubectl_json(target, "events", "--field-selector=type=Warning", selected=False)
     _print("warnings", job_state.event_lines(warnings, own)[-WARNINGS:])
-    for line in _lost_nodes(target, pods):
-        print(f"\n{line}", flush=True)
+    for node, names in _lost_nodes(target, pods).items():
+        print(f"\n{job_state.lost_node_line(node, names)}", flush=True)
     return code
 
 
@@ -252,9 +260,8 @@ def _print(title: str, lines: Sequence[str]) -> None:
         print("\n".join(["", title, *lines]), flush=True)
 
 
-def _lost_nodes(target: Target, pods: Sequence[Any]) -> list[str]:
-    lost = job_state.lost_nodes(pods, kubectl_json(target, "nodes", selected=False))
-    return [job_state.lost_node_line(node, names) for node, names in lost.items()]
+def _lost_nodes(target: Target, pods: Sequence[Any]) -> dict[str, list[str]]:
+    return job_state.lost_nodes(pods, kubectl_json(target, "nodes", selected=False))
 
 
 def delete(target: Target, purge: bool) -> int:
@@ -264,7 +271,7 @@ def delete(target: Target, purge: bool) -> int:
     """
     preflight(target)
     pods = kubectl_json(target, "pods")
-    lost = job_state.lost_nodes(pods, kubectl_json(target, "nodes", selected=False))
+    lost = _lost_nodes(target, pods)
     stuck = {name for names in lost.values() for name in names}
     present = [REMOVED[kind] for kind in kinds(target.text) if kind in REMOVED]
     what = ",".join([*present, *(["persistentvolumeclaims"] if purge else [])])
@@ -288,3 +295,95 @@ def delete(target: Target, purge: bool) -> int:
             f"({option('--purge')}{'=1' if option('--purge') == 'PURGE' else ''} removes it)"
         )
     return code or gone or int(bool(stuck))
+
+
+def logs(target: Target) -> int:
+    """Show the logs of all pods, replacements included, until the job has ended; return its exit code.
+
+    Raises UsageError if there is no job.
+    """
+    preflight(target)
+    followed: Followed = {}
+    printed = ""
+    unseen = 0
+    try:
+        while True:
+            found = jobs_of(target)
+            unseen = 0 if found else unseen + 1
+            # An API server may miss a request. Before any log was shown, the job more likely does not
+            # exist.
+            if unseen > (MISSED if followed else 0):
+                raise UsageError(f"there is no job {target.name}; start one: {target.command('apply')}")
+            if unseen:
+                time.sleep(POLL_SECONDS)
+                continue
+            pods = kubectl_json(target, "pods")
+            # Pods are followed before the result is read, so that the logs of a job that has ended are shown,
+            # too.
+            _follow(target, pods, followed)
+            if end := job_state.outcome(found[0], pods):
+                _wait(followed)
+                print(f"{target.name} has ended: {end}", flush=True)
+                return end.code
+            waiting = "" if followed else _waiting(pods)
+            if waiting and waiting != printed:
+                print(printed := waiting, flush=True)
+            time.sleep(POLL_SECONDS)
+    finally:
+        for process in followed.values():
+            # kubectl --follow would otherwise outlive this command.
+            process.kill()
+            process.wait()
+
+
+def _follow(target: Target, pods: list[Any], followed: Followed) -> None:
+    for pod in pods:
+        name = pod["metadata"]["name"]
+        for container, restarts in job_state.lives(pod):
+            # The UID, because a replacement pod can have the same name.
+            key = (pod["metadata"]["uid"], container, restarts)
+            if key not in followed:
+                command = target.kubectl("logs", name, "--container", container, "--follow", "--prefix")
+                followed[key] = subprocess.Popen([*command, f"--tail={LAST_LINES}"])
+
+
+def _waiting(pods: list[Any]) -> str:
+    if not pods:
+        return "waiting: the job has no pods yet"
+    return "waiting for containers: " + "; ".join(
+        line for pod in pods for line in job_state.container_lines(pod)
+    )
+
+
+def _wait(followed: Followed) -> None:
+    deadline = time.monotonic() + LAST_WORDS_SECONDS
+    for process in followed.values():
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return  # the log of a lost node never closes
+
+
+def forward(target: Target, port: int = PORT) -> int:
+    """Forward a local port to node 0's live page and metrics, until Ctrl-C.
+
+    Raises UsageError if there is no job or no metrics Service.
+    """
+    preflight(target)
+    if not jobs_of(target):
+        raise UsageError(f"there is no job {target.name}; start one: {target.command('apply')}")
+    found = [each["metadata"]["name"] for each in kubectl_json(target, REMOVED["Service"])]
+    service = f"{target.name}-metrics"
+    if service not in found:
+        raise UsageError(
+            f"the namespace has no Service {service}; older manifests lack it: kubectl port-forward "
+            f"POD {port}:{PORT} with the name of node 0's pod"
+        )
+    print(f"live page: http://localhost:{port}/  metrics: http://localhost:{port}/metrics", flush=True)
+    print("Ctrl-C ends it", file=sys.stderr, flush=True)
+    try:
+        command = target.kubectl("port-forward", f"service/{service}", f"{port}:{PORT}")
+        return subprocess.run(command).returncode
+    # Ctrl-C is the usual way to end it.
+    except KeyboardInterrupt:
+        return 0

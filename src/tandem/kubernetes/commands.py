@@ -4,7 +4,7 @@ import re
 import sys
 from dataclasses import dataclass
 
-from tandem.kubernetes import cluster, following
+from tandem.kubernetes import cluster
 from tandem.kubernetes.parameters import JOB, option
 from tandem.kubernetes.render import ALIASES, FOLDERS, UsageError, parts_of, render, selection_of
 
@@ -40,7 +40,7 @@ class K8sCommand:
     name: str = JOB
     nodes: int | None = None
     purge: bool = False
-    port: int = following.PORT
+    port: int = cluster.PORT
 
 
 def _check(command: K8sCommand) -> None:
@@ -107,5 +107,5 @@ def run(command: K8sCommand) -> int:
     if command.verb == "delete":
         return cluster.delete(target, command.purge)
     if command.verb == "forward":
-        return following.forward(target, command.port)
-    return {"apply": cluster.apply, "logs": following.logs, "status": cluster.status}[command.verb](target)
+        return cluster.forward(target, command.port)
+    return {"apply": cluster.apply, "logs": cluster.logs, "status": cluster.status}[command.verb](target)

@@ -12,19 +12,10 @@ class _Callable(ModuleType):
     of that name.
     """
 
-    def __call__(
-        self,
-        function: Any,
-        /,
-        *arguments: Any,
-        nodes: int = 2,
-        nproc: int = 1,
-        wait: bool = True,
-        **settings: Any,
-    ) -> Any:
+    def __call__(self, function: Any, /, *arguments: Any, **settings: Any) -> Any:
         from tandem.launch.from_python import launch
 
-        return cast(Any, launch)(function, *arguments, nodes=nodes, nproc=nproc, wait=wait, **settings)
+        return cast(Any, launch)(function, *arguments, **settings)
 
 
 sys.modules[__name__].__class__ = _Callable

@@ -13,11 +13,13 @@ from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
 from tandem.errors import KILLED, PEER_LOST, PeerLostError, TandemError, is_retried
+from tandem.launch.code_watch import CodeWatch
 from tandem.launch.connectivity import Connect, find_problems
 from tandem.launch.generations import NodeAgent
 from tandem.launch.inspection import Inspector
 from tandem.launch.inspection_socket import InspectionSocket
 from tandem.launch.node_context import NodeContext, RestartBudget
+from tandem.launch.recovery import Recovery
 from tandem.launch.rendezvous import (
     JobEndedError,
     StopRequestedError,
@@ -105,6 +107,8 @@ def _run_connections(
     """Run one agent per connection to the store; rejoin the rendezvous when the connection is lost."""
     budget = RestartBudget(node.config.max_restarts)
     patience = node.config.master_timeout
+    code_watch = CodeWatch(node.work, node.grant(0, node.resume).imports_file)
+    recovery: Recovery | None = None
     while True:
         agent: NodeAgent | None = None
         try:
@@ -112,7 +116,9 @@ def _run_connections(
             if not is_admitted(store, node.placement, patience, node.stop, was_in=budget.generations > 0):
                 # Node 0 exited while this node waited to be let in; connect to its successor.
                 continue
-            agent = NodeAgent(places.wait_for_place(node, store, watchdog), store, watchdog, budget, places)
+            placed = places.wait_for_place(node, store, watchdog)
+            recovery = recovery.connect(placed, store) if recovery else Recovery(placed, store)
+            agent = NodeAgent(placed, store, watchdog, budget, places, code_watch, recovery)
             code, reason = agent.run_generations()
         except PlaceLostError:
             node.workers.kill()

@@ -14,17 +14,16 @@ from tandem.config.task_names import parsed, untyped_task_note
 from tandem.errors import ConfigError, TandemError
 from tandem.json_output import wrap_stderr
 from tandem.launch.announce_error import write_termination_message
-from tandem.launch.gpus import gpus_of, share_of_replica
-from tandem.launch.misplaced_flags import hint, without_effect
 from tandem.launch.node import run_this_node, with_port
-from tandem.launch.program_arguments import check
+from tandem.launch.program_arguments import check, hint, without_effect
 from tandem.launch.run_dir import adjust_for_job
 from tandem.launch.secret import conceal
 from tandem.launch.simulated import simulate
+from tandem.launch.this_machine import check_loopback, gpus_of, share_of_replica
 from tandem.launch.torch_variables import wait_passively
 from tandem.log import is_quiet, log_if_slow, setup, survive_closed_terminal, writes_to_file
+from tandem.platforms.compose import note_end, note_start, permanent_exit_code
 from tandem.platforms.detection import Placement, detect_here
-from tandem.platforms.replica import note_code, note_end, note_start, permanent_exit_code
 from tandem.process import without_collection
 from tandem.run.directory import RunDir
 from tandem.run.lease import refuse_if_owned
@@ -68,10 +67,8 @@ def _launch_replica(flags: Flags, environ: Environment, program: Program | None)
         code = _launch(flags, environ, program)
     except TandemError as error:
         note_end(run_dir, container, error.exit_code)
-        note_code(container, error.exit_code)
         raise
     note_end(run_dir, container, code)
-    note_code(container, code)
     return code
 
 
@@ -85,6 +82,8 @@ def _launch(flags: Flags, environ: Environment, program: Program | None) -> int:
     work.check(placement, lambda: gpus_of(environ))
     if placement.starts_all:
         refuse_if_owned(run.where)  # fail early; node 0 takes the lease only once it has started
+    if placement.node_rank == 0:
+        check_loopback()
     # Reserve the port here, so that all simulated nodes get the same one.
     placement = with_port(placement)
     if placement.starts_all and placement.nodes > 1:

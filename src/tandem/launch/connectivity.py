@@ -18,8 +18,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.distributed.group_store import connect_store
 from tandem.errors import PeerLostError
-from tandem.launch.addresses import addresses_of, family_of, is_local
 from tandem.launch.rendezvous_state import STATE_KEY, from_text
+from tandem.launch.this_machine import addresses_of, family_of, is_local
 from tandem.launch.tls_proxy import is_proxy
 from tandem.platforms.detection import Placement
 from tandem.timeouts import (
@@ -73,7 +73,7 @@ def others(
     elif addresses:
         reached = _reached(placement)
         here = set[int]()
-        if reached.state == "pass" and (connect or not is_proxy(_master(placement))):
+        if reached.state == "pass" and (connect or not is_proxy(placement.master)):
             try:
                 here, skews = _nodes_and_skews(placement, connect or partial(_store, placement))
             except PeerLostError as error:
@@ -212,7 +212,7 @@ def _free(placement: Placement, address: str) -> ConnectivityProblem:
 def _reached(placement: Placement) -> ConnectivityProblem:
     where = f"{placement.master_host}:{placement.master_port}"
     try:
-        socket.create_connection(_master(placement), timeout=MASTER_ANSWER_SECONDS).close()
+        socket.create_connection(placement.master, timeout=MASTER_ANSWER_SECONDS).close()
     except ConnectionRefusedError:
         problem = f"nothing listens at {where}"
         remedy = "start node 0; if it is running, it uses another port"
@@ -224,13 +224,9 @@ def _reached(placement: Placement) -> ConnectivityProblem:
     return ConnectivityProblem("MASTER_PORT", "pass", f"{where} answers")
 
 
-def _master(placement: Placement) -> tuple[str, int]:
-    return placement.master_host, placement.master_port
-
-
 def _store(placement: Placement) -> TCPStore:
     timeout = timedelta(seconds=MASTER_ANSWER_SECONDS)
-    return connect_store(*_master(placement), timeout, MASTER_ANSWER_SECONDS)
+    return connect_store(*placement.master, timeout, MASTER_ANSWER_SECONDS)
 
 
 def _nodes_and_skews(placement: Placement, connect: Connect) -> tuple[set[int], dict[str, float]]:

@@ -159,12 +159,7 @@ def _start_ranks(
     # With these settings, each rank would start ranks itself.
     own = {name: each for name, each in given.items() if name not in ("nproc", "nodes")}
     with scratch() as folder, contextlib.ExitStack() as opened:
-        words = [
-            source,
-            *(["--json"] if as_json else []),
-            *as_flags(own),
-            f"--master=file://{folder}/meet",
-        ]
+        words = [source, *(["--json"] if as_json else []), *as_flags(own), f"--master=file://{folder}/meet"]
         outputs = [opened.enter_context((folder / f"rank-{rank}.txt").open("w+")) for rank in range(1, count)]
         ranks = [
             _start(words, environ, rank, count, None if rank == 0 else outputs[rank - 1])

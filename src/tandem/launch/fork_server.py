@@ -99,8 +99,7 @@ def start(process: ForkServerProcess) -> None:
 def _fork(preload: Sequence[str]) -> int:
     """Do what `forkserver.ensure_running` does, but fork instead of starting an interpreter.
 
-    Checked against Python 3.11 to 3.14. Returns the read end of a pipe that closes once `preload` has been
-    imported.
+    Checked with Python 3.11 to 3.14. Returns the read end of a pipe that closes when all is imported.
     """
     address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
     with socket.socket(socket.AF_UNIX) as listener:

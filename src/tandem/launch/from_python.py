@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from tandem.config import Given, resolve
+from tandem.config.fields import plain
 from tandem.config.removed import removed_name_message
 from tandem.config.settings import unknown
 from tandem.config.sources import FIELDS
@@ -31,7 +32,6 @@ from tandem.run.directory import RunDir
 from tandem.script.function import RESULT, write
 from tandem.script.job import FUNCTION
 from tandem.work.base import run_failed
-from tandem.work.program import text_of_setting
 
 NOT_HERE = ("task", "node_rank", "master")
 """Settings that `tandem.launch` does not take: it starts all nodes, on this machine."""
@@ -131,7 +131,7 @@ def _checked(name: str, settings: Mapping[str, Any], environ: Mapping[str, str])
             if gone := removed_name_message("setting", key):
                 raise ConfigError(gone)
             raise unknown("setting", key, FIELDS, see=SEE)
-    given = {key: Given(text_of_setting(value), "tandem.launch", key) for key, value in settings.items()}
+    given = {key: Given(plain(value), "tandem.launch", key) for key, value in settings.items()}
     asked = resolve(given, environ).settings.replace(task=name)
     placement = detect(environ, socket.gethostname(), asked.launch)
     run = RunDir.open(asked, placement, time.time())

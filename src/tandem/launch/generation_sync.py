@@ -1,19 +1,26 @@
-"""Exchange, after all nodes have joined, which ranks each node has and which generation it is.
+"""Agree among the nodes on a generation: which ranks each node has, and which nodes wait to join, or leave.
 
-torch reads this from the store in C, where no signal is handled, and waits a minute for a node that joined
-and disappeared again. Here every wait checks signals, the job result, and which nodes are still alive.
+torch reads the ranks from the store in C, where no signal is handled, and waits a minute for a node that
+joined and disappeared again. Here every wait checks signals, the job result, and which nodes are still alive.
 """
 
+import contextlib
 import re
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
 from tandem import running_clock
 from tandem.launch.rendezvous import StoreLostError
 from tandem.platforms.detection import Placement
-from tandem.timeouts import SHORTEST_LOOK_SECONDS, STORE_READ_SECONDS
+from tandem.timeouts import MEMBERSHIP_SECONDS, SHORTEST_LOOK_SECONDS, STORE_READ_SECONDS
+from tandem.torch_private import leave_rendezvous, stop_keep_alive
 from tandem.work.base import PROGRESS
 
 
@@ -25,11 +32,7 @@ class GenerationStore:
     """
 
     def __init__(
-        self,
-        store: Any,
-        look: Callable[[], None],
-        longest_pause: float,
-        patience: float = STORE_READ_SECONDS,
+        self, store: Any, look: Callable[[], None], longest_pause: float, patience: float = STORE_READ_SECONDS
     ) -> None:
         self._store = store
         self._look = look
@@ -118,3 +121,90 @@ def check_all_are_in(placement: Placement, nodes: int, node_rank: int) -> None:
         raise StoreLostError(f"the rendezvous started with {asked}, but all are required")
     if placement.spares and node_rank != placement.node_rank:
         raise StoreLostError(f"two nodes have joined for one place before node {placement.node_rank}")
+
+
+class Departures:
+    """Track nodes that leave a generation while the others continue (`--elastic MIN:MAX`).
+
+    When a node is asked to stop, all ranks save and stop after the same step, as in any job. The node then
+    leaves the rendezvous, and the others train on if at least MIN remain and node 0, which hosts the store,
+    is one of them.
+    """
+
+    def __init__(self, placement: Placement, store: TCPStore) -> None:
+        self._placement = placement
+        self._store = store
+        self._key = ""
+        self._nodes = 0
+
+    def begin_generation(self, prefix: str, nodes: int) -> None:
+        """Track a generation of `nodes` from now on, whose keys in the store begin with `prefix`."""
+        self._key = f"{prefix}/leaving"
+        self._nodes = nodes
+
+    def leaves(self) -> None:
+        """Announce that this node was asked to stop in this generation.
+
+        Without --elastic nothing is written. Node 0 may be frozen, and its store would delay a node that only
+        needs to exit.
+        """
+        if self._placement.elastic is None:
+            return
+        with contextlib.suppress(RuntimeError):
+            self._store.add(self._key, 1)
+
+    def others_continue(self) -> bool:
+        """Return whether nodes leave this generation and at least MIN remain.
+
+        If node 0 is among them, its job result ends the job before the next rendezvous completes.
+        """
+        if self._placement.elastic is None:
+            return False
+        with contextlib.suppress(RuntimeError, ValueError):
+            leaving = self._store.add(self._key, 0)
+            return leaving > 0 and self._nodes - leaving >= self._placement.elastic[0]
+        return False
+
+    def can_leave(self) -> bool:
+        """Return whether this node can leave the job to the others."""
+        return self._placement.node_rank != 0 and self.others_continue()
+
+    @staticmethod
+    def go(handler: DynamicRendezvousHandler) -> None:
+        """Remove this node from the rendezvous, which would otherwise wait until its heartbeat times out."""
+        with contextlib.suppress(RendezvousError):
+            stop_keep_alive(handler)
+            leave_rendezvous(handler)
+
+
+class Membership:
+    """Poll the rendezvous during one generation, from construction to `close`.
+
+    If node 0's agent is stopped, its store does not answer. Then only the thread here blocks, and this node's
+    agent continues to watch its ranks.
+    """
+
+    def __init__(self, ask: Callable[[], bool]) -> None:
+        self._ask = ask
+        self._closing = threading.Event()
+        self._found = False
+        self._error: Exception | None = None
+        threading.Thread(target=self._look, name="tandem-membership", daemon=True).start()
+
+    def is_awaited(self) -> bool:
+        """Return whether other nodes waited to join at the last poll. Raises the poll's error."""
+        if self._error is not None:
+            raise self._error
+        return self._found
+
+    def close(self) -> None:
+        """Stop polling. A poll that is blocked is left alone; its thread is a daemon."""
+        self._closing.set()
+
+    def _look(self) -> None:
+        while not self._closing.wait(MEMBERSHIP_SECONDS):
+            try:
+                self._found = self._ask()
+            except Exception as error:  # re-raised in the agent's thread, which handles it
+                self._error = error
+                return

@@ -25,18 +25,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from tandem import running_clock
 from tandem.distributed.position import Grant, Position, RankStart
-from tandem.errors import (
-    FAILED,
-    FINISHED,
-    INTERRUPTED_TWICE,
-    KILLED,
-    PEER_LOST,
-    STOPPED,
-    is_own,
-    was_killed,
-)
+from tandem.errors import FAILED, FINISHED, INTERRUPTED_TWICE, KILLED, PEER_LOST, STOPPED, is_own, was_killed
 from tandem.launch import generation_sync as sync
-from tandem.launch.membership import Departures, Membership
+from tandem.launch.code_watch import CodeWatch
 from tandem.launch.node_context import NodeContext, RestartBudget
 from tandem.launch.recovery import Recovery, RepeatedFailures
 from tandem.launch.rendezvous import (
@@ -81,10 +72,18 @@ class NodeAgent(SimpleElasticAgent):
     """One connection to the agents' store, and the generations that this node takes part in through it."""
 
     def __init__(
-        self, node: NodeContext, store: TCPStore, watchdog: Watchdog, budget: RestartBudget, places: Places
+        self,
+        node: NodeContext,
+        store: TCPStore,
+        watchdog: Watchdog,
+        budget: RestartBudget,
+        places: Places,
+        code: CodeWatch,
+        recovery: Recovery,
     ) -> None:
         self._node = node
         self._places = places
+        self._code = code
         self._root = store
         self._watchdog = watchdog
         self._budget = budget
@@ -101,8 +100,8 @@ class NodeAgent(SimpleElasticAgent):
         self._has_saved = False
         self._waiting_since = running_clock.now()
         self._next_word = 0.0
-        self._recovery = Recovery(node, store)
-        self._departures = Departures(node.placement, store)
+        self._recovery = recovery
+        self._departures = sync.Departures(node.placement, store)
         self._repeats = RepeatedFailures(node, store)
         name = places.address(node.placement)
         self._handler = handler = handler_of(
@@ -112,7 +111,7 @@ class NodeAgent(SimpleElasticAgent):
             role="default",
             local_world_size=node.nproc,
             rdzv_handler=handler,
-            fn=node.workers.start,
+            entrypoint=node.workers.start,
             max_restarts=node.config.max_restarts,
             monitor_interval=MONITOR_SECONDS,
         )
@@ -162,7 +161,7 @@ class NodeAgent(SimpleElasticAgent):
             self._hang = None
             self._has_saved = False
             self._ended_elsewhere_since: float | None = None
-            membership = Membership(self._is_over)
+            membership = sync.Membership(self._is_over)
             try:
                 code = self._watch(membership)
             except StopRequestedError:  # no step was taken, so `leave` need not wait for others
@@ -290,7 +289,7 @@ class NodeAgent(SimpleElasticAgent):
         has_lost_others = code == PEER_LOST or self._recovery.has_lost_others()
         return not has_lost_others or not self._watchdog.has_trained
 
-    def _watch(self, membership: Membership) -> int | None:
+    def _watch(self, membership: sync.Membership) -> int | None:
         """Watch one generation; return its exit code on this node, or None if other nodes end it."""
         self._stopping: Stopping | None = None
         next_fork = running_clock.now() + MEMBERSHIP_SECONDS
@@ -342,9 +341,8 @@ class NodeAgent(SimpleElasticAgent):
     def _has_ended_elsewhere(self) -> bool:
         """Return whether another node ended the job before a rank here finished a step.
 
-        Ranks that have connected lose their peers and end by themselves. Ranks that still wait for them, for
-        example in init_process_group, would wait until its timeout. They get UNMET_SECONDS to end by
-        themselves.
+        Ranks that have connected lose their peers and end. Ranks that still wait for them, for example in
+        init_process_group, would wait until its timeout. They get UNMET_SECONDS to end by themselves.
         """
         result = None if self._watchdog.has_trained else job_end_in(self._root)
         # After a step, lost peers end the ranks. A result of 0 is not acted on, because ranks here may be
@@ -460,7 +458,10 @@ class NodeAgent(SimpleElasticAgent):
         # stop in the same way.
         progress = self._work.progress(self._node.view.plan is not None, self._node.resume)
         proposal = (self._budget.generations, progress) if group.group_rank == 0 else None
+        self._code.begin_generation(group.store if proposal and placement.nodes > 1 else None)
         prefix, restart, self._progress = sync.agree_on_generation(group.store, proposal)
+        if proposal is None:
+            self._code.compare(group.store)
         self._budget.generations += 1
         # These may raise, so the last generation's values are replaced afterwards.
         connection = self._node.connection(prefix, group.store)

@@ -23,9 +23,9 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.errors import ConfigError
-from tandem.launch.native_stacks import NativeStacks
 from tandem.launch.node_context import NodeContext
 from tandem.launch.recordings import (
+    NativeStacks,
     Offset,
     answer_clock,
     keep_snapshots,
@@ -33,6 +33,7 @@ from tandem.launch.recordings import (
     trace_parts,
     write_merged,
 )
+from tandem.launch.watchdog import size_of
 from tandem.launch.workers import has_handler
 from tandem.process import send, stat_of
 from tandem.telemetry.hangs import Beat
@@ -61,11 +62,7 @@ LEAD_SECONDS = 1.0
 """Pause between a request and the first step of a profile: all ranks have the request within a second."""
 KEPT_BEATS = 25
 """The heartbeats of the last five seconds, which show how fast the steps are."""
-STATES = {
-    "T": "it is stopped",
-    "t": "a debugger holds it",
-    "D": "it waits in the kernel",
-}
+STATES = {"T": "it is stopped", "t": "a debugger holds it", "D": "it waits in the kernel"}
 
 
 class LocalRanks:
@@ -84,7 +81,7 @@ class LocalRanks:
         self._tell = tell
         self._folder = folder
         self._files = {rank: stacks_file(logs, rank) for rank in pids}
-        self._sizes = {rank: _bytes(path) for rank, path in self._files.items()}
+        self._sizes = {rank: size_of(path) for rank, path in self._files.items()}
         self._began = time.monotonic()
         self._seen: dict[int, int] = {}  # sizes at the last poll
         self._is_signaled = False
@@ -124,7 +121,7 @@ class LocalRanks:
             pids = [self._pids[rank] for rank in self.missing]
             send(LAST_RESORT, [pid for pid in pids if has_handler(pid, LAST_RESORT)])
         for rank in self.missing:
-            size = _bytes(self._files[rank])
+            size = size_of(self._files[rank])
             # Wait until the file no longer grows: the handler writes the main thread last.
             if size == self._seen.get(rank) and size > self._sizes[rank]:
                 with suppress(OSError), self._files[rank].open(errors="replace") as file:
@@ -154,13 +151,6 @@ class LocalRanks:
             if state is None and not self._heard[rank]:
                 state = "it does not read the requests of its agent"
             self.answers[rank] = Answer(rank, error=f"no answer: {state or 'it runs no Python'}")
-
-
-def _bytes(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return -1
 
 
 class RemoteNodes:
@@ -352,11 +342,7 @@ class Inspector:
                 store.delete_key(KEY)
 
     def _gathered(
-        self,
-        request: Request,
-        local: LocalRanks,
-        store: TCPStore | None,
-        is_cancelled: Callable[[], bool],
+        self, request: Request, local: LocalRanks, store: TCPStore | None, is_cancelled: Callable[[], bool]
     ) -> tuple[list[tuple[int, Answer]], list[int]]:
         """Return (node, answer) of the ranks in their order, and the nodes that did not answer in time."""
         others = RemoteNodes(store, request, self._other_nodes(), self._folder) if store is not None else None

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tandem import layout
 from tandem.bounded_reader import content, parsed
 from tandem.errors import ConfigError, TandemError
+from tandem.paths import identity, is_elsewhere
 from tandem.run.directory import RunDir
 from tandem.telemetry.journal import write_json_atomic
 from tandem.timeouts import REQUEST_SECONDS
@@ -39,6 +40,7 @@ class InspectionSocket:
     def __init__(self, node: "NodeContext", inspector: "Inspector") -> None:
         self._inspector = inspector
         self._path = node.view.socket_path.with_name("inspect.sock")
+        self._folder = node.run.folder
         self._note = node.run.logs / layout.INSPECTION
         self._listener: socket.socket | None = None
 
@@ -51,7 +53,12 @@ class InspectionSocket:
             self._listener = listener
             threading.Thread(target=self._accept, name="tandem-inspection", daemon=True).start()
             self._note.parent.mkdir(parents=True, exist_ok=True)
-            note = {"host": socket.gethostname(), "process": os.getpid(), "socket": str(self._path)}
+            note = {
+                "host": socket.gethostname(),
+                "process": os.getpid(),
+                "socket": str(self._path),
+                "folder": identity(self._folder),
+            }
             write_json_atomic(self._note, note)
         except OSError as error:  # training does not depend on it
             log.debug("`tandem stacks` will not work: %s", error)
@@ -142,6 +149,9 @@ def _connected(run: RunDir) -> socket.socket:
     if not isinstance(note, dict):
         why = "has ended" if run.summary() else "is not running here"
         raise ConfigError(f"{run.folder} {why}; give the directory of a run that trains under tandem launch")
+    if note.get("host") == socket.gethostname() and is_elsewhere(note.get("folder"), run.folder):
+        # The socket is that of the run from which this directory was copied.
+        raise ConfigError(f"{run.folder} is a copy of a run; give the directory of the run itself")
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(str(note.get("socket")))

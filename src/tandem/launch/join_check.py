@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -23,13 +23,7 @@ from tandem.distributed.neighbor_link import own_address
 from tandem.errors import FAILED, FINISHED, ConfigError, PeerLostError
 from tandem.launch import join_rules as rules
 from tandem.launch.connectivity import ConnectivityProblem
-from tandem.launch.join_measure import (
-    LinkListener,
-    devices,
-    kind_of,
-    measure_link,
-    speed_of,
-)
+from tandem.launch.join_measure import LinkListener, Speed, devices, kind_of, measure_link, speed_of
 from tandem.launch.rendezvous import LEFT_KEY, StoreLostError, read_all, stay_until_all_left
 from tandem.launch.secret import take_key
 from tandem.launch.store_endpoint import StoreEndpoint
@@ -148,11 +142,7 @@ class NodeUnderTest:
     """One node, which carries out the orders."""
 
     def __init__(
-        self,
-        placement: Placement,
-        settings: Settings,
-        environ: Mapping[str, str],
-        check_volume: VolumeCheck,
+        self, placement: Placement, settings: Settings, environ: Mapping[str, str], check_volume: VolumeCheck
     ) -> None:
         self._check_volume = check_volume
         self.number = placement.node_rank
@@ -240,13 +230,6 @@ class NodeUnderTest:
         return CheckAnswer(values)
 
 
-class SpeedTry(NamedTuple):
-    """The best speed of a device, and the share of time in which a CPU limit stopped it then."""
-
-    rate: float
-    throttled: float
-
-
 class CheckCoordinator:
     """Node 0, which gives the orders and decides."""
 
@@ -260,7 +243,7 @@ class CheckCoordinator:
         self._checks: dict[int, list[ConnectivityProblem]] = {each: [] for each in self._all}
         self._unclear = list[ConnectivityProblem]()
         self._silent = set[int]()
-        self._speeds = dict[Device, list[SpeedTry]]()
+        self._speeds = dict[Device, list[Speed]]()
         self._links = list[rules.LinkRate]()
 
     def run(self) -> dict[str, Any]:
@@ -372,7 +355,7 @@ class CheckCoordinator:
                 throttled = answer.values.get("throttled", 0.0)
                 for name, rate in answer.values.items():
                     if name != "throttled":
-                        self._speeds.setdefault((node, name), []).append(SpeedTry(rate, throttled))
+                        self._speeds.setdefault((node, name), []).append(Speed(rate, throttled))
 
     def _slow_devices(self) -> dict[Device, float]:
         best = {device: max(tries).rate for device, tries in self._speeds.items()}

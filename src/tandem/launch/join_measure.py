@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tandem.distributed.neighbor_link import receive, receive_into
 from tandem.process import control_groups
 from tandem.timeouts import JOIN_LINK_SECONDS, JOIN_PEER_SECONDS, JOIN_SPEED_SECONDS
 
@@ -174,16 +175,12 @@ class LinkListener:
             with connection:
                 _prepare(connection)
                 with suppress(ConnectionError):
-                    if hmac.compare_digest(_read(connection, TOKEN_BYTES), self.token.encode()):
+                    if hmac.compare_digest(receive(connection, TOKEN_BYTES), self.token.encode()):
                         for _ in range(PINGS):
-                            connection.sendall(_read(connection, 1))
+                            connection.sendall(receive(connection, 1))
                         _receive_bursts(connection)
                         return MeasuredLink(_send_bursts(connection), 0.0)
         raise TimeoutError("the other node did not connect")
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._listener.close()
 
 
 def measure_link(host: str, port: int, token: str) -> MeasuredLink:
@@ -205,7 +202,7 @@ def _prepare(connection: socket.socket) -> None:
 def _ping(connection: socket.socket) -> float:
     began = time.monotonic()
     connection.sendall(OK)
-    _read(connection, 1)
+    receive(connection, 1)
     return time.monotonic() - began
 
 
@@ -222,7 +219,7 @@ def _send_bursts(connection: socket.socket) -> float:
         own = OwnTime(files)
         connection.sendall(size.to_bytes(LENGTH_BYTES))
         connection.sendall(data[:size])
-        _read(connection, 1)
+        receive(connection, 1)
         best = max(best, size / own.without_others())
         size = min(2 * size, LARGEST_BURST) if own.wall < LEAST_BURST_SECONDS else size
         count += 1
@@ -232,22 +229,8 @@ def _send_bursts(connection: socket.socket) -> float:
 
 def _receive_bursts(connection: socket.socket) -> None:
     memory = memoryview(bytearray(LARGEST_BURST))
-    while length := int.from_bytes(_read(connection, LENGTH_BYTES)):
+    while length := int.from_bytes(receive(connection, LENGTH_BYTES)):
         if length > LARGEST_BURST:
             raise ConnectionError(f"a burst of {length} bytes")
-        _fill(connection, memory[:length])
+        receive_into(connection, memory[:length])
         connection.sendall(OK)
-
-
-def _read(connection: socket.socket, length: int) -> bytes:
-    found = bytearray(length)
-    _fill(connection, memoryview(found))
-    return bytes(found)
-
-
-def _fill(connection: socket.socket, memory: memoryview) -> None:
-    while memory:
-        received = connection.recv_into(memory)
-        if not received:
-            raise ConnectionError("closed by the other node")
-        memory = memory[received:]

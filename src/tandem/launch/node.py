@@ -16,21 +16,20 @@ from tandem.checkpoint.node_memory import NodeMemory
 from tandem.config import Settings
 from tandem.config.slices import ONE_PROCESS
 from tandem.distributed.position import REGIONS, Grant
-from tandem.errors import FINISHED, STOPPED, CrashLoopError, TandemError
+from tandem.errors import FINISHED, STOPPED, CheckpointError, CrashLoopError, TandemError
 from tandem.launch.announce_error import write_termination_message
 from tandem.launch.fork_server import start_fork_server
 from tandem.launch.run_dir import prepare_run_dir, scratch
 from tandem.launch.secret import take_key
 from tandem.launch.torch_variables import set_for_ranks
-from tandem.launch.tracker import TrackerProcesses, trackers_of
 from tandem.launch.workers import Workers
 from tandem.log import is_quiet, log_if_slow, reporting, setup
 from tandem.platforms.detection import Placement
 from tandem.process import name_process, without_collection
-from tandem.report.access import Access, load_access
-from tandem.report.otel_variables import OTEL
+from tandem.report.otel import OTEL
+from tandem.report.web import Access, load_access
 from tandem.run.crash_loop import CrashLoop
-from tandem.run.directory import RunDir
+from tandem.run.directory import RunDir, unwritable
 from tandem.run.lease import Lease, held
 from tandem.signals import StopFlag, stop_together
 from tandem.telemetry.health import HealthLimits, Starting
@@ -117,7 +116,13 @@ def _prepare(
         work.prepare(placement)
         return _Prepared(lease)
     access = load_access(settings.metrics)
-    decision = work.prepare(placement)
+    try:
+        decision = work.prepare(placement)
+    except CheckpointError as error:
+        # A directory that may be neither read nor written is a wrong --run-dir, not a damaged run.
+        if lease.problem is not None:
+            raise unwritable(run.where, lease.problem) from error
+        raise
     if decision is None or decision.kind != "complete":
         # Last, so that an error until here leaves no directory behind.
         prepare_run_dir(run, settings, lease, decision)
@@ -140,12 +145,13 @@ def _run_agent(
         from tandem.checkpoint.snapshot import newest_step
         from tandem.launch.agent import run_agent
         from tandem.launch.node_context import NodeContext
+        from tandem.launch.outgoing import TrackerProcesses, trackers_of
         from tandem.launch.view import NodeView
 
     placement = endpoint.placement
     nproc = placement.nproc or _ranks_for_gpus(settings)
     memories = [NodeMemory() for _ in range(REGIONS * nproc)]  # see `Grant.memories`
-    workers = Workers(work.rank_entry, work.job, memories, work.warm_up, work.standby_key)
+    workers = Workers(work.rank_entry, work.job, memories, work.warm_up, work.standby_key, work.standby_code)
     stop_together(workers.signal_all)
     view = NodeView(run, settings, placement, state_dir, folder, prepared.access, stop)
     grant = Grant(memories=tuple(memories))

@@ -1,16 +1,25 @@
-"""Split `tandem launch [settings] PROGRAM [arguments]` into tandem's words and the user's program."""
+"""Split `tandem launch [settings] PROGRAM [arguments]` into tandem's words and the user's program.
+
+Words after a program belong to it, as under torchrun. A script may have a flag of the same name as a setting,
+so nothing is moved. A script that rejects a flag of tandem gets a hint (`hint`). Flags before a plain script
+get a warning if they only concern tasks and custom loops (`without_effect`).
+"""
 
 import ast
 import importlib.machinery
 import os
 import pkgutil
 import re
+import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
 from tandem.config import SETTINGS, Given
+from tandem.config.arguments import FLAGS
 from tandem.config.fields import words_in
+from tandem.config.removed import TORCHRUN
 from tandem.config.task_names import BUILT_IN
 from tandem.errors import ConfigError
 from tandem.script.job import Program, problem_of_script
@@ -27,6 +36,7 @@ _SWITCHES = {
 """Flags that need no value, with the words that are a value if they follow."""
 LONGEST_FIRST_LINE = 256
 """The kernel reads no more of a script's first line (execve(2))."""
+TORCHRUN_SWITCHES = ("--standalone", "--module", "--no-python", "--run-path", "--virtual-local-rank")
 _ALONE = ("-h", "--help", "-v", "--verbose", "-q", "--quiet", "--json")
 
 
@@ -155,7 +165,8 @@ def _check_script(path: Path, verb: str, see: str) -> None:
             hint = f"; to run a command put -- before it: {verb} -- {path}."
         raise ConfigError(f"no script {path} found in {Path.cwd()}{hint} {see}")
     if path.is_dir():
-        raise ConfigError(f"{path} is a directory; expected a script file; for a package use -m {path.name}")
+        package = f"; for a package use -m {path.name}" if path.name.isidentifier() else ""
+        raise ConfigError(f"{path} is a directory; expected a script file{package}")
     problem = problem_of_script(path)
     if problem:
         more = f"; to run another kind of program use -- ./{path}" if "not Python" in problem else ""
@@ -181,3 +192,67 @@ def _only_task(path: Path) -> str | None:
 
 def _is_task(found: ast.ClassDef) -> bool:
     return {"build_model", "loss"} <= {each.name for each in found.body if isinstance(each, ast.FunctionDef)}
+
+
+REJECTS = re.compile(r"unrecogni[sz]ed|no such option|unknown|unexpected", re.IGNORECASE)
+"""Words with which argparse, click and others reject an unknown flag."""
+
+TRAINING_SLICES = ("data", "optimization", "exchange", "evaluation", "checkpoint")
+TRAINING_SETTINGS = ("epochs", "steps", "seed", "strategy", "sync_batchnorm", "precision", "compile")
+"""Settings that tasks and custom loops read; a script without tandem does not."""
+MOST_FILES = 200
+"""Limit for the files next to a script that are searched for tandem."""
+
+
+def without_effect(program: Program, flags: Mapping[str, Given]) -> str:
+    """Return a warning about `flags` that a plain script does not read; else "".
+
+    A script is plain if neither it nor a file next to it names tandem.
+    """
+    unread = [SETTINGS[key] for key in flags if key in SETTINGS and _is_for_training(key)]
+    if program.kind != "script" or not unread or _names_tandem(Path(program.target)):
+        return ""
+    typed = shlex.join([word for each in unread for word in (each.flag, flags[each.name].text)])
+    return (
+        f"{program} does not use tandem, so these have no effect: {typed}; "
+        f"a script's own arguments follow it: tandem launch {program} {typed}"
+    )
+
+
+def _is_for_training(key: str) -> bool:
+    return key in TRAINING_SETTINGS or SETTINGS[key].slice in TRAINING_SLICES
+
+
+def _names_tandem(script: Path) -> bool:
+    try:
+        return any(b"tandem" in each.read_bytes() for each in islice(script.parent.glob("*.py"), MOST_FILES))
+    except OSError:
+        return True
+
+
+def hint(program: Program, last_line: str) -> str:
+    """Return what to type instead if `last_line`, a script's last line, rejects flags of tandem; else ""."""
+    if program.kind == "command" or REJECTS.search(last_line) is None:
+        return ""
+    rejected = {word.partition("=")[0] for word in re.findall(r"--[\w.=-]+", last_line)}
+    words = [word for word in _of_tandem(program) if word[0].partition("=")[0] in rejected]
+    if not words:
+        return ""
+    names = [word[0].partition("=")[0] for word in words]
+    verb, it = ("follows", "it") if len(names) == 1 else ("follow", "them")
+    typed = shlex.join([part for word in words for part in word])
+    return (
+        f"{', '.join(names)} {verb} the script, so the script gets {it}; "
+        f"to give {it} to tandem: tandem launch {typed} {program}"
+    )
+
+
+def _of_tandem(program: Program) -> Iterator[list[str]]:
+    """Yield the flags of tandem among the program's arguments, each with its value."""
+    words = program.arguments
+    for index, word in enumerate(words):
+        name = word.partition("=")[0].replace("_", "-")
+        if name in FLAGS or name in TORCHRUN:
+            yield [word, *words[index + 1 : index + 1 + takes_next(word, words[index + 1 : index + 2])]]
+        elif name in TORCHRUN_SWITCHES:
+            yield [word]

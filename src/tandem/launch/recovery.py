@@ -18,7 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from tandem import running_clock
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.distributed.position import Grant, Position
-from tandem.distributed.restart_notes import WRONG_NODE, WrongNode, newest_in, read
+from tandem.distributed.restart_notes import WrongNode, newest_in, read
 from tandem.errors import FINISHED, GPU_FAILED, PEER_LOST, STOPPED, is_own, shell_code, was_killed
 from tandem.launch.node_context import NodeContext
 from tandem.log import pluralize
@@ -52,6 +52,12 @@ class Recovery:
         """Why ranks asked for a restart, and what follows; "" if that did not end the last generation."""
         self.is_wrong = False
         """Whether they asked for it because the ranks of this node compute wrongly."""
+
+    def connect(self, node: NodeContext, store: TCPStore) -> "Recovery":
+        """Continue with another connection to the store; the recovery that is under way is still reported."""
+        self._node = node
+        self._store = store
+        return self
 
     def failed(
         self,
@@ -92,7 +98,7 @@ class Recovery:
         self._why = why or self.request
 
     def _note_wrong_node(self, prefix: str, here: int) -> None:
-        wrong = read(self._store, WRONG_NODE, WrongNode)
+        wrong = read(self._store, WrongNode)
         if wrong is None or wrong.prefix != prefix:
             return
         self.is_wrong = wrong.node == here
@@ -132,7 +138,7 @@ class Recovery:
 
     def requested(self, prefix: str) -> str:
         """Return why ranks of the generation at this prefix asked for a restart, and what follows, or ""."""
-        notes = (newest_in(self._store), read(self._store, WRONG_NODE, WrongNode))
+        notes = (newest_in(self._store), read(self._store, WrongNode))
         return next((str(note) for note in notes if note is not None and note.prefix == prefix), "")
 
     def with_smaller_batch(self, resume: ResumeDecision) -> ResumeDecision:

@@ -1,11 +1,14 @@
-"""Host the store on node 0, exchange the job result in it, and wait for the master.
+"""Host the store on node 0, exchange the job result in it, and wait for the master; tell why it is silent.
 
 Every wait here checks signals and whether another node has ended the job.
 """
 
 import contextlib
 import logging
+import os
 import socket
+import stat
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -27,6 +30,7 @@ from tandem.timeouts import (
     MASTER_RETRY_SECONDS,
     OTHERS_SECONDS,
     STORE_READ_SECONDS,
+    STORE_RETRY_SECONDS,
     WAITING_WORD_SECONDS,
 )
 from tandem.torch_private import listening_at
@@ -74,8 +78,7 @@ def raise_if_job_ended(store: TCPStore) -> None:
 def job_end_in(store: TCPStore) -> JobEndedError | None:
     """Return the job result, or None if there is none yet. Raises StoreLostError.
 
-    Any client of the store can write there, so a value that is not an exit code counts as a permanent
-    failure.
+    Any client of the store can write there, so anything but an exit code counts as a permanent failure.
     """
     try:
         # One request: node 0 may delete the key between a check and a get, which would wait for it. If the
@@ -127,10 +130,9 @@ def wait_for_end_of_node_0(placement: Placement, seconds: float, should_stop: Ca
     deadline = running_clock.now() + seconds
     with contextlib.suppress(OSError):
         while running_clock.now() < deadline and not should_stop():
-            address = placement.master_host, placement.master_port
             # A timeout means a busy host; a node that has ended refuses, or its name is gone.
             with contextlib.suppress(TimeoutError):
-                socket.create_connection(address, timeout=MASTER_ANSWER_SECONDS).close()
+                socket.create_connection(placement.master, timeout=MASTER_ANSWER_SECONDS).close()
             time.sleep(MASTER_RETRY_SECONDS)
 
 
@@ -173,8 +175,7 @@ def is_confirmed(store: TCPStore) -> bool:
 def serve(placement: Placement, port: int) -> TCPStore:
     """Start a store on node 0; for a job on one host, it listens only on that host's address.
 
-    Node 0 connects by loopback, because its own name may be published only once it is ready. Raises
-    RuntimeError, OSError.
+    Node 0 connects by loopback, because its name may be published later. Raises RuntimeError, OSError.
     """
     host = LOOPBACK
     here = None
@@ -210,10 +211,7 @@ def host_store(placement: Placement) -> TCPStore:
 
 
 def join_store(
-    placement: Placement,
-    reached_at: tuple[str, int],
-    patience: float,
-    should_stop: Callable[[], bool],
+    placement: Placement, reached_at: tuple[str, int], patience: float, should_stop: Callable[[], bool]
 ) -> TCPStore:
     """Connect to node 0's store at `reached_at`, and check that it belongs to this job and version.
 
@@ -317,3 +315,56 @@ def stay_until_all_left(
         time.sleep(LEFT_POLL_SECONDS)
         left = store.add(LEFT_KEY, 0)
     return left
+
+
+class MasterProbe:
+    """Distinguish a frozen agent of node 0 from a lost one, in the background.
+
+    The kernel of a frozen process accepts connections, but the process does not answer. If the store answers
+    on a new connection, only the old ones are dead. `connect` opens a connection to the store at `host`:
+    `port`. Silence after an accepted connection counts after `patience` seconds.
+    """
+
+    def __init__(
+        self, host: str, port: int, connect: Callable[[], TCPStore], patience: float = MASTER_ANSWER_SECONDS
+    ) -> None:
+        self._address = host, port
+        self._connect = connect
+        self._patience = patience
+        self._thread: threading.Thread | None = None
+        self._accepted_at: float | None = None
+
+    def is_frozen(self) -> bool:
+        """Return whether node 0 accepted a connection and has not answered on it. Never waits.
+
+        Starts a probe, whose result later calls return, unless one is running.
+        """
+        since = self._accepted_at
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._probe, name="tandem-master-probe", daemon=True)
+            self._thread.start()
+        return since is not None and time.monotonic() - since > self._patience
+
+    def _probe(self) -> None:
+        with contextlib.suppress(OSError, RuntimeError):
+            socket.create_connection(self._address, timeout=MASTER_ANSWER_SECONDS).close()
+            self._accepted_at = time.monotonic()
+            self._connect()  # returns only if the store answers
+        self._accepted_at = None
+        time.sleep(STORE_RETRY_SECONDS)
+
+
+def cut_connections(port: int) -> None:
+    """Shut down this process's connections to `port`, so that threads that read from them get an error.
+
+    shutdown() wakes a blocked read; close() would not.
+    """
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError, ValueError):
+            descriptor = int(name)
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            # Use a copy: `with` closes its socket, but torch's client owns the original.
+            with socket.socket(fileno=os.dup(descriptor)) as copy:
+                if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getpeername()[1] == port:
+                    copy.shutdown(socket.SHUT_RDWR)

@@ -8,7 +8,7 @@ import json
 import logging
 import pickle
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -16,16 +16,19 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousBackend,
+    RendezvousTimeout,
 )
 
+from tandem import running_clock
 from tandem.config.slices import LaunchConfig
-from tandem.launch.membership import ClockTranslator, LastCall
 from tandem.launch.rendezvous import RUN_ID, StoreLostError, printable_line
 from tandem.platforms.detection import Placement
 from tandem.timeouts import (
     BACKOFF_SECONDS_A_NODE,
+    FIRST_CALL_SECONDS,
     KEEP_ALIVE_ATTEMPTS,
     KEEP_ALIVE_SECONDS,
+    LAST_CALL_SECONDS,
     RENDEZVOUS_POLL_SECONDS,
     TORCH_KEEP_ALIVE_SECONDS,
     TORCH_POLL_SECONDS,
@@ -44,11 +47,86 @@ FLAGS = ("complete", "closed")
 WAITING = ("wait_list", "redundancy_list")
 
 
+class LastCall(RendezvousTimeout):
+    """Limit for which MIN nodes wait for more: `settle_seconds` at the start, LAST_CALL_SECONDS later.
+
+    In a store's first generation, the job has just started or its node 0 was restarted: the other nodes
+    arrive within seconds. Later, missing nodes are lost.
+    """
+
+    def __init__(self, join_seconds: float, settle_seconds: float = FIRST_CALL_SECONDS) -> None:
+        super().__init__(join=timedelta(seconds=join_seconds))
+        self._settle = timedelta(seconds=settle_seconds)
+        self._has_begun = False
+
+    def has_begun(self) -> None:
+        """Record that a generation has started since the store was created."""
+        self._has_begun = True
+
+    @property
+    def last_call(self) -> timedelta:
+        return timedelta(seconds=LAST_CALL_SECONDS) if self._has_begun else self._settle
+
+
+# Judge by this node's own clock which nodes are alive.
+#
+# torch's rendezvous writes each node's wall clock into the shared state and compares it with the reader's
+# clock. A node whose clock is six seconds behind would be dead to all others at once, and they would train
+# without it. Here the age of a heartbeat is the time since this node first saw it change, measured while this
+# node was running (running_clock.py). When this node writes the state, it restores the original values of the
+# other nodes.
+
+DEADLINE = "deadline"
+
+
+class ClockTranslator:
+    """Translate the times in the state of torch's dynamic rendezvous; one object per handler.
+
+    The state also shows whether a generation has started, which `last_call` needs to know.
+    """
+
+    def __init__(self, last_call: LastCall) -> None:
+        self._last_call = last_call
+        self._seen: dict[Any, tuple[datetime, float]] = {}  # the time as written, and when it was first read
+        self._given: dict[Any, datetime] = {}  # what this node's rendezvous received instead
+
+    def received(self, state: Any) -> Any:
+        """Return the state as read, with every time converted as if this node's clock had written it."""
+        if state.round or state.complete:
+            self._last_call.has_begun()
+        beats = state.last_heartbeats
+        state.last_heartbeats = {node: self._translate(node, written) for node, written in beats.items()}
+        if state.deadline is not None:
+            state.deadline = self._translate(DEADLINE, state.deadline, self._last_call.last_call)
+        for gone in self._seen.keys() - beats.keys() - {DEADLINE}:
+            del self._seen[gone], self._given[gone]
+        return state
+
+    def sent(self, state: Any) -> Any:
+        """Return the state to write, with the others' times as they wrote them."""
+        beats = state.last_heartbeats
+        state.last_heartbeats = {node: self._restore(node, sent_at) for node, sent_at in beats.items()}
+        if state.deadline is not None:
+            state.deadline = self._restore(DEADLINE, state.deadline)
+        return state
+
+    def _translate(self, key: Any, written: datetime, ahead: timedelta = timedelta()) -> datetime:
+        before = self._seen.get(key)
+        now = running_clock.now()
+        since = before[1] if before is not None and before[0] == written else now
+        self._seen[key] = written, since
+        self._given[key] = datetime.now(UTC) - timedelta(seconds=now - since) + ahead
+        return self._given[key]
+
+    def _restore(self, key: Any, sent_at: datetime) -> datetime:
+        return self._seen[key][0] if self._given.get(key) == sent_at else sent_at
+
+
 class WatchfulBackend(RendezvousBackend):
     """The state of the rendezvous in the agents' store.
 
     Each poll of a waiting node also checks signals and the job result. This node's own clock decides which
-    nodes are alive (`membership.py`). An invalid or missing state is replaced by the last valid one.
+    nodes are alive (`ClockTranslator`). An invalid or missing state is replaced by the last valid one.
     """
 
     def __init__(

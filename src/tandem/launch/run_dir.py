@@ -4,7 +4,6 @@ import logging
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from tandem.checkpoint.storage.lease_records import create_whole
 from tandem.config import Settings
 from tandem.errors import ConfigError
 from tandem.platforms.detection import Placement
-from tandem.report.tracking import check_tracker
+from tandem.report.tracking import check_tracker, copied_from
 from tandem.run.directory import RunDir, unwritable
 from tandem.run.lease import Lease
 from tandem.telemetry.health import HealthLimits, record, write_run_health
@@ -84,6 +83,7 @@ def prepare_run_dir(run: RunDir, settings: Settings, lease: Lease, decision: Res
     is_new = settings.checkpoint.resume == "never" or (decision is not None and decision.moved_to is not None)
     over = decision.kind == "complete" if decision is not None else is_finished(run.checkpoints)
     check_tracker(settings.telemetry.remote_tracker)
+    original = copied_from(run)
     try:
         if lease.problem is not None:
             raise lease.problem
@@ -93,8 +93,10 @@ def prepare_run_dir(run: RunDir, settings: Settings, lease: Lease, decision: Res
         if not over:
             run.forget_summary()
             limit = HealthLimits.from_settings(settings.launch, settings.reliability).of("starting")
-            write_run_health(run.folder, record("starting", 0, time.time(), limit))
-        if is_new:
+            write_run_health(run.folder, record("starting", 0, 0.0, limit))
+        if original is not None:
+            log.info("this run is a copy of %s, so it is a new run at its tracker", original)
+        if is_new or original is not None:
             (run.folder / layout.TRACKER).unlink(missing_ok=True)
     except OSError as error:
         raise unwritable(run.where, error) from error

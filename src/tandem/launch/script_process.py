@@ -114,8 +114,7 @@ class ScriptExit:
     """Control what happens between a script's last line and the end of its process.
 
     `close(code)` is called when the script is over and returns the exit code. An error of tandem prints one
-    line and has its own code. A lost peer exits with 200. Any other error prints a traceback and exits with
-    1.
+    line and has its own code. A lost peer exits with 200, and any other error with 1 and a traceback.
     """
 
     def __init__(self, standalone: StandaloneRank) -> None:

@@ -9,8 +9,8 @@ import os
 from collections.abc import MutableMapping
 from pathlib import Path
 
+from tandem.config.address import Webhook
 from tandem.config.sources import DOTENV, dotenv_variables
-from tandem.config.webhook import Webhook
 from tandem.errors import ConfigError
 from tandem.process import stat_of
 

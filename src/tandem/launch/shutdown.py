@@ -41,8 +41,7 @@ def is_time_to_save(node: NodeContext, has_trained: bool, waits_since: float | N
     """Return whether to start the ranks once more, despite a stop, so that they can save.
 
     Between two generations, node 0's memory may have steps that no checkpoint has. The limit is the time that
-    ranks get to save and stop, or less if other nodes do not arrive (`waits_since`). A second Ctrl-C ends the
-    attempt.
+    ranks get to save and stop, or less if nodes do not arrive (`waits_since`). A second Ctrl-C ends it.
     """
     if not has_trained or node.stop.at is None or node.stop.interrupts > 1:
         return False
@@ -143,7 +142,7 @@ def await_other_nodes(
         now = running_clock.now()
         if others_live(handler, node.placement):
             heard = now
-            node.view.last_progress = time.time()
+            node.view.last_progress = running_clock.now()
         # A stop during this wait must not take longer than ranks get to stop.
         if node.stop and not is_stopped:
             is_stopped = True
@@ -178,7 +177,7 @@ def await_departures(
         left = stay_until_all_left(store, nodes, left, should_stop=should_stop)
         if node.stop or running_clock.now() > deadline or not others_live(handler, node.placement):
             return
-        node.view.last_progress = time.time()
+        node.view.last_progress = running_clock.now()
 
 
 def leave_cause(store: TCPStore, cause: Cause) -> str:

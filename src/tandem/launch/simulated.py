@@ -37,8 +37,8 @@ from tandem.launch.fork_server import (
     start,
     start_fork_server,
 )
-from tandem.launch.gpus import gpus_of, gpus_per_node
 from tandem.launch.run_dir import scratch
+from tandem.launch.this_machine import gpus_of, gpus_per_node
 from tandem.launch.torch_variables import set_for_ranks
 from tandem.log import log_if_slow, redirect_output
 from tandem.platforms.by_hand import unplaced

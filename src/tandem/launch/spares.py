@@ -300,8 +300,7 @@ def _has_ended(store: TCPStore) -> bool:
 def _raise_if_over(node: NodeContext, store: TCPStore, is_final: Callable[[TCPStore], bool]) -> None:
     """Raise the error that ends a waiting node: the job has a result, or a stop was requested.
 
-    `is_final`: whether a success can no longer become a failure. Raises JobEndedError, StopRequestedError,
-    StoreLostError.
+    `is_final`: whether a success is certain. Raises JobEndedError, StopRequestedError, StoreLostError.
     """
     result = job_end_in(store)
     try:
@@ -386,7 +385,7 @@ class AllPlaces(Places):
                 table.hear(node, report_from(found[_report_key(node)]), now)
             with contextlib.suppress(ValueError, KeyError):
                 table.charge(node, int(found[_failures(node)]))
-        is_training = not self.is_joining and time.time() - self._view.last_progress < self._long_silence
+        is_training = not self.is_joining and self._view.quiet_seconds < self._long_silence
         changes = table.decide(now, self.is_joining, is_training)
         if changes:
             self._tokens = {place: holder.token for place, holder in table.holders.items()}

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from tandem.checkpoint.decision import ResumeDecision, decide_resume
 from tandem.checkpoint.listing import newest_step
@@ -14,15 +15,15 @@ from tandem.config import Settings, TaskJob
 from tandem.config.slices import LaunchConfig
 from tandem.distributed.position import Connection, Grant, Position, RankStart
 from tandem.errors import INTERRUPTED_TWICE, KILLED, STOPPED
+from tandem.launch.outgoing import TrackerProcesses, trackers_of
 from tandem.launch.rendezvous import wait_for_master
 from tandem.launch.run_dir import prepare_run_dir, scratch
 from tandem.launch.torch_variables import use_loopback
-from tandem.launch.tracker import TrackerProcesses, trackers_of
 from tandem.launch.view import NodeView
 from tandem.log import reporting
 from tandem.platforms.detection import Placement
-from tandem.report.access import load_access
-from tandem.report.otel_variables import OTEL
+from tandem.report.otel import OTEL
+from tandem.report.web import load_access
 from tandem.run.directory import RunDir
 from tandem.run.lease import held
 from tandem.signals import StopFlag
@@ -103,7 +104,6 @@ class StandaloneStop:
         self._leave(INTERRUPTED_TWICE, "second Ctrl-C")
 
 
-Hear = Callable[[StopFlag], None]
 Decide = Callable[[], ResumeDecision]
 
 
@@ -116,13 +116,9 @@ def run_standalone_rank(
 ) -> int:
     """Train as the rank that the environment sets, and return its exit code.
 
-    Rank 0 also hosts the page and the metrics. `chosen` has the names of the settings that were set
-    explicitly.
+    Rank 0 also hosts the page and the metrics. `chosen` names the settings that were set explicitly.
     """
-
-    def decision() -> ResumeDecision:
-        return decide_resume(settings, run.checkpoints)
-
+    decision = partial(decide_resume, settings, run.checkpoints)
     with contextlib.closing(StandaloneRank(run, settings, placement, decision)) as rank:
         code = rank_function(
             TaskJob(settings.to_dict(), chosen), rank.start, watch_stop_flag=rank.watch_stop_flag
@@ -139,11 +135,7 @@ class StandaloneRank:
     """
 
     def __init__(
-        self,
-        run: RunDir,
-        settings: Settings,
-        placement: Placement,
-        decision: Decide | None = None,
+        self, run: RunDir, settings: Settings, placement: Placement, decision: Decide | None = None
     ) -> None:
         self._run = run
         self._settings = settings
@@ -163,14 +155,11 @@ class StandaloneRank:
             # With a file, init_process_group waits for the others.
             elif not self._connection.init.startswith("file:"):
                 patience = settings.launch.master_timeout
-                wait_for_master(met.master_host, met.master_port, patience, lambda: False)
+                wait_for_master(*met.master, patience, lambda: False)
             self._opened = opened.pop_all()
 
     def _open_on_first_rank(
-        self,
-        opened: contextlib.ExitStack,
-        placement: Placement,
-        decision: Decide | None,
+        self, opened: contextlib.ExitStack, placement: Placement, decision: Decide | None
     ) -> None:
         run = self._run
         settings = self._settings
@@ -259,9 +248,4 @@ def connection_of(placement: Placement, launch: LaunchConfig) -> Connection:
     init = "alone" if world_size == 1 else "env" if placement.platform == "torchrun" else "master"
     if world_size > 1 and launch.master is not None and not os.environ.get("MASTER_ADDR"):
         init = launch.master if launch.master.startswith("file:") else "master"
-    return Connection(
-        init=init,
-        master=(placement.master_host, placement.master_port),
-        patience=launch.master_timeout,
-        job=placement.job,
-    )
+    return Connection(init=init, master=placement.master, patience=launch.master_timeout, job=placement.job)

@@ -12,11 +12,11 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem.errors import PeerLostError, TandemError
-from tandem.launch.master_connection import MasterProbe
 from tandem.launch.rendezvous import (
     END_KEY,
     LEFT_KEY,
     NODES_KEY,
+    MasterProbe,
     StopRequestedError,
     StoreLostError,
     host_store,
@@ -33,12 +33,7 @@ from tandem.log import log_if_slow
 from tandem.platforms.detection import Placement
 from tandem.platforms.environment import LOOPBACK
 from tandem.signals import StopFlag
-from tandem.timeouts import (
-    ANNOUNCE_SECONDS,
-    MASTER_RETRY_SECONDS,
-    REFUSED_RETRY_SECONDS,
-    STORE_READ_SECONDS,
-)
+from tandem.timeouts import ANNOUNCE_SECONDS, MASTER_RETRY_SECONDS, REFUSED_RETRY_SECONDS, STORE_READ_SECONDS
 
 log = logging.getLogger("tandem.agent")
 
@@ -59,7 +54,7 @@ class StoreEndpoint:
         # Nothing leaves a single host, so its stores listen on loopback and need no secret.
         self._key = key = None if placement.is_one_host else key
         self._agents_proxy = (
-            ProxyClient(self._master, key, AGENTS_STORE) if key and placement.node_rank else None
+            ProxyClient(self.placement.master, key, AGENTS_STORE) if key and placement.node_rank else None
         )
         self._ranks_proxy: ProxyClient | None = None
         self._proxy_server: ProxyServer | None = None
@@ -71,10 +66,6 @@ class StoreEndpoint:
         return self._key is None and not self.placement.is_one_host
 
     @property
-    def _master(self) -> tuple[str, int]:
-        return self.placement.master_host, self.placement.master_port
-
-    @property
     def address(self) -> tuple[str, int]:
         """Return the address of the agents' store for this node's agent and ranks.
 
@@ -83,7 +74,7 @@ class StoreEndpoint:
         # Node 0 connects by loopback: its own name may be published only once it is ready.
         if self.placement.node_rank == 0 and not self.placement.is_one_host:
             return LOOPBACK, self._agents_port or self.placement.master_port
-        return (LOOPBACK, self._agents_proxy.port) if self._agents_proxy else self._master
+        return (LOOPBACK, self._agents_proxy.port) if self._agents_proxy else self.placement.master
 
     def of_ranks(self, host: str, port: int) -> tuple[str, int]:
         """Return the same for the store at `host`:`port` that node 0 hosts for ranks."""
@@ -92,7 +83,7 @@ class StoreEndpoint:
         if self.placement.node_rank == 0:
             return LOOPBACK, port
         # One client serves all generations: only the store that it asks for changes.
-        self._ranks_proxy = self._ranks_proxy or ProxyClient(self._master, self._key, port)
+        self._ranks_proxy = self._ranks_proxy or ProxyClient(self.placement.master, self._key, port)
         self._ranks_proxy.name = port
         return LOOPBACK, self._ranks_proxy.port
 
@@ -136,7 +127,7 @@ class StoreEndpoint:
 
         Raises StoreLostError, StopRequestedError, TandemError.
         """
-        host, port = self._master
+        host, port = self.placement.master
         ends = time.monotonic() + timeout_seconds
         logged = ""
         while True:
@@ -155,15 +146,15 @@ class StoreEndpoint:
 
     def _join(self, seconds: float, stop: StopFlag) -> TCPStore:
         """Try once. Raises RefusedError, and what `join` raises."""
-        wait_for_master(*self._master, seconds, lambda: bool(stop))
+        wait_for_master(*self.placement.master, seconds, lambda: bool(stop))
         if stop:
             raise StopRequestedError
         if self._agents_proxy is not None:
             self._agents_proxy.check()
         # torch's client would retry against a proxy server for a minute, with a stack trace for each attempt.
         elif self.is_open:
-            with log_if_slow("waiting for an answer from {}:{}".format(*self._master)):
-                has_proxy = is_proxy(self._master)
+            with log_if_slow("waiting for an answer from {}:{}".format(*self.placement.master)):
+                has_proxy = is_proxy(self.placement.master)
             if has_proxy:
                 raise ProxyRefusedError(f"node 0 has a secret, but this node has none; set {SECRET}")
         return join_store(self.placement, self.address, seconds, lambda: bool(stop))
@@ -174,7 +165,7 @@ class StoreEndpoint:
 
     def probe(self) -> MasterProbe:
         """Return a probe of the agents' store, which finds out why it does not answer."""
-        return MasterProbe(*self._master, self.connect)
+        return MasterProbe(*self.placement.master, self.connect)
 
 
 def announce(endpoint: StoreEndpoint, code: int, reason: str = "", stop: StopFlag | None = None) -> None:

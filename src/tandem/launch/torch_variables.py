@@ -10,12 +10,22 @@ def set_for_ranks(is_one_host: bool, has_own_store: bool) -> None:
     """Set everything that ranks under an agent need, before anything imports torch."""
     if is_one_host:
         use_loopback()
-    record_collectives()
     wait_passively()
-    use_older_nccl()
-    number_gpus_by_slot()
+    # torch records the last collectives of each rank, for the report of a hang.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")
+    # The NCCL group that was torch's default until 2.14. With the default of 2.15, backward waits for each
+    # bucket's all-reduce: communication does not overlap with computation, and a rank that waits seems to
+    # compute. Ranks without an agent do the same when they open their group (distributed/group.py).
+    os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
+    # Number GPUs by PCI slot, as NVML and nvidia-smi do. CUDA's default order is fastest first. On a machine
+    # with several kinds of GPU, metrics would show another GPU's numbers.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if not has_own_store:  # a script's store; its dumps are its own concern
-        keep_nccl_errors_here()
+        # By default, torch writes a signal and a dump of NCCL errors to the agents' store, where later
+        # generations would read them. A rank that hangs writes its record anyway. With no dump to wait for
+        # (15 s in torch's newer group), the process aborts at once.
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0")
 
 
 def use_loopback() -> None:
@@ -27,45 +37,10 @@ def use_loopback() -> None:
         os.environ.setdefault(name, "lo")
 
 
-def record_collectives() -> None:
-    """Let torch record the last collectives of each rank, for the report of a hang."""
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")
-
-
-def keep_nccl_errors_here() -> None:
-    """Keep NCCL errors out of the agents' store, where later generations would read them.
-
-    By default, torch writes a signal and a dump there. A rank that hangs writes its record anyway. With no
-    dump to wait for (15 s in torch's newer group), the process aborts at once.
-    """
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
-    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0")
-
-
-def use_older_nccl() -> None:
-    """Use the NCCL group that was torch's default until 2.14.
-
-    With the default of 2.15, backward waits for each bucket's all-reduce: communication does not overlap with
-    computation, and a rank that waits seems to compute. Ranks without an agent do the same when they open
-    their group (distributed/group.py).
-    """
-    os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
-
-
-def number_gpus_by_slot() -> None:
-    """Number GPUs by PCI slot, as NVML and nvidia-smi do.
-
-    CUDA's default order is fastest first. On a machine with several kinds of GPU, metrics would show another
-    GPU's numbers.
-    """
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-
-
 def wait_passively() -> None:
     """Let OpenMP threads sleep while they wait; spinning would take cores from threads that compute.
 
     On a busy machine, that is the difference between a fair share of the throughput and a sixtieth of it.
-    OpenMP reads the variable when torch is imported. A value that the user has set wins, including
-    GOMP_SPINCOUNT.
+    OpenMP reads it when torch is imported. A value that the user has set wins, GOMP_SPINCOUNT included.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

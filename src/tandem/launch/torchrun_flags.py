@@ -10,15 +10,14 @@ from collections.abc import Mapping, Sequence
 
 from tandem.config.removed import TORCHRUN
 from tandem.errors import ConfigError
-from tandem.launch.addresses import addresses_of, is_local
-from tandem.launch.program_arguments import SEE, takes_next
+from tandem.launch.program_arguments import SEE, TORCHRUN_SWITCHES, takes_next
+from tandem.launch.this_machine import addresses_of, is_local
 
 RENDEZVOUS_PORT = "29400"
 MASTER_PORT = "29500"
 """torchrun's default ports for `--rdzv-endpoint` and `--master-port`."""
 SHORT = {"-r": "--redirects", "-t": "--tee"}
 SAME = ("--node-rank", "--max-restarts", "--numa-binding", "--shutdown-timeout")
-SWITCHES = ("--standalone", "--module", "--no-python", "--run-path", "--virtual-local-rank")
 SILENT = ("--rdzv-id", "--role", "--monitor-interval")
 """Dropped silently: a script cannot tell the difference."""
 OUTPUT = "--log-dir --redirects --tee --local-ranks-filter --logs-specs"
@@ -54,7 +53,7 @@ def _split_flags(words: Sequence[str]) -> tuple[list[str], dict[str, str], list[
         name, is_joined, value = word.partition("=")
         flag = SHORT.get(name, name.replace("_", "-") if name.startswith("--") else name)
         index += 1
-        if flag in SWITCHES:
+        if flag in TORCHRUN_SWITCHES:
             theirs[flag] = ""
         elif flag in TORCHRUN or flag in SILENT or flag in NO_EFFECT:
             if not is_joined and index == len(words):

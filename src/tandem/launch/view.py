@@ -14,17 +14,16 @@ from tandem.config import Settings
 from tandem.config.address import secrets_in
 from tandem.distributed.position import Position
 from tandem.errors import FINISHED, INTERRUPTED_TWICE, KILLED, MISCONFIGURED, STOPPED
-from tandem.launch.gpus import chosen_gpus
 from tandem.launch.outgoing import Outgoing
+from tandem.launch.this_machine import chosen_gpus
 from tandem.log import log_if_slow, renew_outputs, reporting
 from tandem.platforms.detection import Placement
 from tandem.report.about import About
-from tandem.report.access import Access
-from tandem.report.block_reads import block_reads
 from tandem.report.goodput import time_of
-from tandem.report.history import History
-from tandem.report.inspection_paths import Ask
+from tandem.report.history import History, block_reads
+from tandem.report.inspection import Ask
 from tandem.report.server import MetricsServer
+from tandem.report.web import Access
 from tandem.run.directory import RunDir
 from tandem.signals import StopFlag
 from tandem.telemetry import agent_state, health, ledger, metrics
@@ -74,7 +73,7 @@ class NodeView:
         self._limits = health.HealthLimits.from_settings(settings.launch, settings.reliability)
         self.last_words = ""  # the reason given by the first rank that failed
         self._state = "starting"
-        self.last_progress = time.time()
+        self.last_progress = running_clock.now()
         self._health_file = agent_state.HealthFile(state_dir)
         self._stop = stop
         self.linger_seconds = settings.metrics.metrics_linger
@@ -164,7 +163,7 @@ class NodeView:
 
     def rejoining(self) -> None:
         """Record that the ranks of a generation have ended and the agent waits for the other nodes."""
-        self.last_progress = time.time()
+        self.last_progress = running_clock.now()
         self._state = "rendezvous"
         if self._journal is not None:
             self._ledger.ended(time.monotonic())
@@ -173,7 +172,7 @@ class NodeView:
 
     def waits_as_spare(self) -> None:
         """Record that the agent waits for a place in the job, and that the store has just answered."""
-        self.last_progress = time.time()
+        self.last_progress = running_clock.now()
         self._state = "spare"
 
     def show_spares(self, waiting: Sequence[int]) -> None:
@@ -183,7 +182,7 @@ class NodeView:
 
     def generation_started(self, number: int, position: Position) -> None:
         """Record that the agent is about to start its ranks."""
-        self.last_progress = time.time()
+        self.last_progress = running_clock.now()
         self.last_words = ""
         if self._journal is None:
             return
@@ -334,7 +333,7 @@ class NodeView:
             "loss": self._done.loss,
             "samples_per_second": rate,
             "seconds_left": left,
-            "seconds_since_progress": round(time.time() - self.last_progress, 1),
+            "seconds_since_progress": round(self.quiet_seconds, 1),
             "restarts": self._restarts.total,
             "planned_stops": self._restarts.planned_stops,
             "snapshots": self._steps_in_memory(metrics.SNAPSHOT_STEP),
@@ -390,7 +389,7 @@ class NodeView:
         moved = before is None or beat.activity != before.activity
         # A heartbeat alone is no progress: its thread keeps running while training hangs.
         if before is None or moved or beat.step != before.step:
-            self.last_progress = time.time()
+            self.last_progress = running_clock.now()
             if beat.rank == 0:
                 self._ledger.finished(beat.step, time.monotonic())
         if not moved or self._state in FINAL_STATES:
@@ -448,7 +447,12 @@ class NodeView:
     def _health(self) -> dict[str, object]:
         """Return this node's state as `health.assess` reads it."""
         step = max((beat.step for beat in self._beats.values()), default=0)
-        return health.record(self._state, step, self.last_progress, self._limits.of(self._state))
+        return health.record(self._state, step, self.quiet_seconds, self._limits.of(self._state))
+
+    @property
+    def quiet_seconds(self) -> float:
+        """Seconds since the last progress; time in which this process was stopped does not count."""
+        return running_clock.now() - self.last_progress
 
     @property
     def restarts(self) -> int:
@@ -465,11 +469,7 @@ class NodeView:
         return f"(in {beat.phase or beat.activity} of step {beat.step})" if beat is not None else ""
 
     def _tick(self) -> None:
-        asleep = time.monotonic() - running_clock.now()
         while not self._closing.wait(self._tick_seconds):
-            before = asleep
-            asleep = time.monotonic() - running_clock.now()
-            self.last_progress += asleep - before  # no progress was possible while this process was stopped
             self._update_own_counters()
             renew_outputs()
             self._health_file.write(self._health())

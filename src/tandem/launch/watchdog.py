@@ -26,10 +26,10 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tandem import running_clock
-from tandem.launch.master_connection import cut_connections
-from tandem.launch.rendezvous import read_all
+from tandem.launch.rendezvous import cut_connections, read_all
 from tandem.launch.workers import Workers, has_handler
 from tandem.process import send, stat_of
+from tandem.script.lifeline import STACKS
 from tandem.telemetry import metrics
 from tandem.telemetry.hangs import NOTHING_BEFORE, Alarm, Beat, find_hung_rank
 from tandem.telemetry.messages import (
@@ -70,11 +70,12 @@ def gather_stacks(workers: Workers, ranks: Mapping[int, int], log_folder: Path) 
     began = time.monotonic()
     asks_again = True
     files = {each: stacks_file(log_folder, ranks[each]) for each in pids}
-    sizes = {each: _bytes(path) for each, path in files.items()}
-    workers.ask_for_stacks()
+    sizes = {each: size_of(path) for each, path in files.items()}
+    for pid in pids.values():
+        workers.tell(pid, STACKS)  # a program that is not Python ignores this
     silent = sorted(pids)
     while (waited := time.monotonic() - began) < STACKS_SECONDS:
-        silent = [each for each in silent if _bytes(files[each]) <= sizes[each]]
+        silent = [each for each in silent if size_of(files[each]) <= sizes[each]]
         if waited > NO_ANSWER_SECONDS and all(_is_stopped(pids[each]) for each in silent):
             break  # not earlier: ranks write torch's flight recorder by themselves
         # Python's handler does not run while the main thread is blocked in C; the handler in C does.
@@ -84,15 +85,12 @@ def gather_stacks(workers: Workers, ranks: Mapping[int, int], log_folder: Path) 
         time.sleep(MONITOR_SECONDS)
     written = [str(files[each]) for each in pids if each not in silent]
     without = [f"rank {ranks[each]}{' (stopped)' if _is_stopped(pids[each]) else ''}" for each in silent]
-    return _where_stacks_are(written, without)
-
-
-def _where_stacks_are(written: Sequence[str], without: Sequence[str]) -> str:
     words = [f"stacks are in {', '.join(written)}"] if written else []
     return "; ".join([*words, f"no stacks from {', '.join(without)}"] if without else words)
 
 
-def _bytes(path: Path) -> int:
+def size_of(path: Path) -> int:
+    """Return the size of a file, or -1 if it does not exist."""
     try:
         return path.stat().st_size
     except OSError:
@@ -166,8 +164,7 @@ ENDED = ("Z", "X", "x")
 class _Heard:
     """The last heartbeat of a local rank, or of all ranks of another node, and when it arrived.
 
-    Times are seconds of `running_clock.now`. `used` is the CPU time of a silent rank, and `looked_at` when it
-    was measured.
+    Times are seconds of `running_clock.now`. `used`: CPU time of a silent rank, measured at `looked_at`.
     """
 
     beats: list[Beat]

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection
@@ -38,7 +38,7 @@ from tandem.process import (
     name_process,
     send,
 )
-from tandem.script.lifeline import STACKS, watch_agent_pipe
+from tandem.script.lifeline import watch_agent_pipe
 from tandem.signals import SCHEDULERS_SIGNALS
 from tandem.timeouts import (
     DISMISSED_SECONDS,
@@ -176,6 +176,7 @@ class _Worker:
     process: ForkServerProcess
     lifeline: Connection
     expected: RankStart | None  # the start that it was prepared for
+    files: object  # `standby_code` when it was forked
     # Processes below it that received a stop signal and have a handler.
     asked: list[int] = field(default_factory=list)
 
@@ -189,11 +190,6 @@ class _Worker:
         return None if code in (FINISHED, STOPPED) and any(map(is_alive, self.asked)) else code
 
 
-def _exited(rank: _Worker, exitcode: int) -> bool:
-    """Return whether a rank ended with this multiprocessing exit code (a signal is negative)."""
-    return rank.process.exitcode == exitcode
-
-
 def _position_in(start: RankStart | None) -> Position | None:
     return None if start is None else start.position
 
@@ -203,9 +199,10 @@ class Workers:
 
     Each rank is a new process. While a generation trains, `start_standby` forks the processes of the next
     one; they call `warm_up(job, expected start)` before they wait. Both functions are sent to the fork server
-    by name, so they must be functions of a module. `standby_key` maps a
-    position to a standby key: a standby process only becomes a rank whose position has the same key, because
-    it has already read its rank or opened its GPU.
+    by name, so they must be functions of a module. `standby_key` maps a position to a standby key: a standby
+    process only becomes a rank whose position has the same key, because it has already read its rank or
+    opened its GPU. `standby_code` returns the state of the files that `warm_up` imports: a standby process
+    is discarded if it has changed, so that all ranks run the same code.
     """
 
     def __init__(
@@ -215,9 +212,11 @@ class Workers:
         memories: Sequence[NodeMemory],
         warm_up: WarmUp | None = None,
         standby_key: Callable[[Position | None], object] = any_rank,
+        standby_code: Callable[[], object] = lambda: None,
     ) -> None:
         self._arguments = function, warm_up, job, tuple(memories)
         self._standby_key = standby_key
+        self._standby_code = standby_code
         self._starts: Mapping[int, RankStart] = {}
         self._context = multiprocessing.get_context("forkserver")
         self._ranks: dict[int, _Worker] = {}
@@ -229,6 +228,7 @@ class Workers:
         """Start one process per local rank; return {local rank: pid}."""
         self._ranks = {}
         self._starts = starts
+        self._discard_old_code()
         with log_if_slow("importing modules for the ranks"):  # the fork server is importing them
             for local_rank, each in starts.items():
                 self._ranks[local_rank] = rank = self._take_standby(each) or self._fork(each)
@@ -240,13 +240,10 @@ class Workers:
 
         Discards processes whose key no rank of this generation has, because this node's ranks have changed.
         """
+        self._discard_old_code()
         bounds = {self._key(each) for each in self._starts.values()}
         changed = [each for each in self._standby if self._key(each.expected) not in bounds]
-        # A spare has had no ranks yet.
-        for worker in changed if self._starts else ():
-            # The process reads the end of the pipe and exits.
-            worker.lifeline.close()
-            self._standby.remove(worker)
+        self._discard(changed if self._starts else ())  # a spare has had no ranks yet
         # One per call, so that a training generation keeps its cores.
         if len(self._standby) < count:
             # Choose a position that no standby process is prepared for; without one, the process only imports
@@ -254,6 +251,17 @@ class Workers:
             taken = {rank_identity(_position_in(worker.expected)) for worker in self._standby}
             free = [each for each in self._starts.values() if rank_identity(each.position) not in taken]
             self._standby.append(self._fork(free[0] if free else None))
+
+    def _discard(self, workers: Iterable[_Worker]) -> None:
+        for worker in workers:
+            # The process reads the end of the pipe and exits.
+            worker.lifeline.close()
+            self._standby.remove(worker)
+
+    def _discard_old_code(self) -> None:
+        """Discard standby processes that have imported files which have changed since."""
+        files = self._standby_code()
+        self._discard([each for each in self._standby if each.files != files])
 
     def _key(self, expected: RankStart | None) -> object:
         return self._standby_key(_position_in(expected))
@@ -270,13 +278,14 @@ class Workers:
         return None
 
     def _fork(self, expected: RankStart | None = None) -> "_Worker":
+        files = self._standby_code()  # before it imports them
         # The agent keeps only the sending end. When the agent ends, however it ends, the kernel closes the
         # pipe.
         theirs, ours = self._context.Pipe(duplex=False)
         process = self._context.Process(target=_worker_main, args=(*self._arguments, theirs, expected))
         start(process)
         theirs.close()
-        return _Worker(process, ours, expected)
+        return _Worker(process, ours, expected, files)
 
     def codes(self) -> dict[int, int | None]:
         """Return {local rank: shell exit code, or None while it runs}."""
@@ -288,9 +297,8 @@ class Workers:
         NCCL's watchdog sends it after a peer is lost. A rank whose own GPU fails exits with the same number
         in a shell, but not by a signal.
         """
-        return frozenset(
-            local_rank for local_rank, rank in self._ranks.items() if _exited(rank, -signal.SIGABRT)
-        )
+        codes = {local_rank: rank.process.exitcode for local_rank, rank in self._ranks.items()}
+        return frozenset(local_rank for local_rank, code in codes.items() if code == -signal.SIGABRT)
 
     def pause(self, seconds: float) -> None:
         """Sleep for `seconds`, or until a running rank ends."""
@@ -314,14 +322,6 @@ class Workers:
         """Send a signal to all ranks, to everything that they have started, and to standby processes."""
         forks = fork_server_pid()
         send(number, below(forks) if forks is not None else ())
-
-    def ask_for_stacks(self) -> None:
-        """Ask the running ranks for the stacks of their threads.
-
-        A program that is not Python ignores this.
-        """
-        for pid in self.pids().values():
-            self.tell(pid, STACKS)
 
     def tell(self, pid: int, message: bytes) -> bool:
         """Write a message to the pipe of a running rank, from any thread; return False if it is full or gone.
@@ -365,7 +365,7 @@ class Workers:
         with self._pipes:
             for rank in self._ranks.values():
                 rank.lifeline.close()
-        has_lost_gpu = any(_exited(rank, GPU_FAILED) for rank in self._ranks.values())
+        has_lost_gpu = any(rank.process.exitcode == GPU_FAILED for rank in self._ranks.values())
         self._ranks = {}
         if has_lost_gpu and self._standby_key is gpu_index:
             self.end_standby()  # other standby processes may have the failed GPU open, too

@@ -28,6 +28,7 @@ import tandem.platforms
 from tandem.config.slices import LaunchConfig
 from tandem.errors import ConfigError
 from tandem.platforms import slurm
+from tandem.platforms.compose import with_index
 from tandem.platforms.environment import (
     DEFAULT_PORT,
     Placement,
@@ -37,7 +38,6 @@ from tandem.platforms.environment import (
     split_address,
     value_range,
 )
-from tandem.platforms.replica import with_index
 
 BY_ITSELF = LaunchConfig()  # no flags, so the platform alone decides
 
@@ -120,8 +120,7 @@ def outside_steps(environ: Mapping[str, str]) -> Mapping[str, str]:
 def on_this_host(verb: str, environ: Mapping[str, str], hostname: str) -> Mapping[str, str]:
     """Return the environment for runs that a verb itself starts on this host, even in a Slurm allocation.
 
-    Raises ConfigError if the platform started one such process per node or rank, because each would start its
-    own run.
+    Raises ConfigError if the platform started one process per node or rank: each would start its own run.
     """
     environ = outside_steps(environ)
     placement = detect(environ, hostname)

@@ -72,6 +72,11 @@ class Placement:
         return replace(self, nproc=1, rank=self.node_rank, local_rank=0, world_size=self.nodes)
 
     @property
+    def master(self) -> tuple[str, int]:
+        """The address of the rendezvous, as sockets take it."""
+        return self.master_host, self.master_port
+
+    @property
     def is_one_host(self) -> bool:
         """True if all nodes are on this host, so that no other host needs to connect."""
         # An elastic job may begin with one node and grow, so its store must be reachable from other hosts.

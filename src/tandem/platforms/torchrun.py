@@ -21,8 +21,13 @@ def read(env: PlatformEnv) -> Placement:
     env = env.for_platform("torchrun", MARKS, VARIABLE_NAMES)
     rank, local_rank, world = (env.variable(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     nproc = env.variable("LOCAL_WORLD_SIZE")
-    # Read this only to reject a --nproc that contradicts LOCAL_WORLD_SIZE.
-    env.nproc()
+    stated = env.flags.get("nproc", "auto")
+    if stated not in ("auto", str(nproc)):
+        raise ConfigError(
+            f"--nproc={stated}, LOCAL_WORLD_SIZE={nproc} contradict each other: this process is already rank "
+            f"{rank} of {world}, which torchrun or tandem launch started; omit --nproc, or run this command "
+            "outside of a rank"
+        )
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     if nproc < 1 or rank >= world or local_rank >= nproc or nproc > world:
         raise ConfigError(

@@ -16,7 +16,7 @@ from tandem.config.slices import DataConfig
 from tandem.data.batch_shares import equal_shares, halved
 from tandem.distributed.devices import product_problem
 from tandem.distributed.group_store import open_store
-from tandem.distributed.restart_notes import OutOfMemory, WrongNode, is_out_of_memory
+from tandem.distributed.restart_notes import OutOfMemory, WrongNode, is_out_of_memory, write
 from tandem.errors import ReplayMismatchError, SmallerBatchError, WrongNodeError
 from tandem.rank.session import RankSession
 from tandem.timeouts import LEAVE_SECONDS
@@ -89,7 +89,7 @@ class OutOfMemoryHandler:
                 )
                 # If the store is gone, the ranks restart anyway, and will find the same.
                 with contextlib.suppress(RuntimeError):
-                    found.write(open_store(position, connection, timedelta(seconds=LEAVE_SECONDS)))
+                    write(open_store(position, connection, timedelta(seconds=LEAVE_SECONDS)), found)
                 raise SmallerBatchError(f"out of memory with micro-batches of {self._now}") from error
             raise
 
@@ -167,4 +167,4 @@ class WrongNodeHandler:
         connection = session.connection
         assert connection.store is not None
         note = WrongNode(connection.store[2], node, why.partition("; leave that machine out")[0])
-        note.write(open_store(session.position, connection, timedelta(seconds=LEAVE_SECONDS)))
+        write(open_store(session.position, connection, timedelta(seconds=LEAVE_SECONDS)), note)

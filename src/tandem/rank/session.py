@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from tandem import __version__, layout
 from tandem.checkpoint.decision import ResumeDecision
 from tandem.checkpoint.snapshot import NO_DESTINATIONS
+from tandem.code_files import difference, digests, imported_code
 from tandem.config import Settings
 from tandem.data.sampler import GlobalOrder
 from tandem.data.tar_shards import BlockMetrics, limit_waits
 from tandem.distributed.devices import (
-    allow_tf32,
     bind_to_node,
     choose_devices,
     compute_deterministically,
@@ -29,20 +29,20 @@ from tandem.distributed.position import RankStart
 from tandem.distributed.strategy import Strategy
 from tandem.errors import FINISHED
 from tandem.log import log_if_slow, log_warnings, redirect_output, setup
+from tandem.process import allow_open_files
 from tandem.run.directory import RunDir
 from tandem.schedule import Cadence
 from tandem.telemetry.agent_state import count_log_messages
 from tandem.telemetry.channel import Sender
 from tandem.telemetry.clock import Clock
-from tandem.telemetry.clock_locator import ClockLocator
 from tandem.telemetry.hangs import HangLimits
-from tandem.telemetry.heartbeat import Heartbeats
+from tandem.telemetry.heartbeat import ClockLocator, Heartbeats
 from tandem.telemetry.messages import Send
 from tandem.telemetry.recorder import Recorder
 from tandem.telemetry.stacks import keep_stacks
 from tandem.training.loop import EventSchedule
 from tandem.training.precision import precision_of
-from tandem.training.replay import replay_every
+from tandem.training.rank_checks import replay_every
 from tandem.training.resume import Redistribute, ResumePoint, begin, check_data
 from tandem.training.saving import CheckpointSource, Saver, snapshot_every, snapshot_interval
 from tandem.training.shards import ShardedReading
@@ -149,7 +149,13 @@ class RankSession:
         devices = choose_devices(compute.device, position.gpu, compute.devices_per_rank, had_gpu)
         # cuBLAS reads its setting when it starts, and threads inherit their CPU binding. So do this before
         # the group opens.
-        self._apply_compute(devices)
+        if compute.deterministic:
+            compute_deterministically()
+        if compute.numa_binding == "node":
+            bind_to_node(devices)
+        if compute.tf32 and devices[0].type == "cuda":
+            # fp32 matrix products in TF32: 10 bits of mantissa, for up to 8 times the speed.
+            torch.set_float32_matmul_precision("high")
         if trains:
             self._log_wait()
         limit = self.given.reliability.phase_timeout
@@ -157,16 +163,6 @@ class RankSession:
         self.world = ProcessGroup.open(
             position, connection, devices[0], limit, devices, connection.patience, had_gpu
         )
-
-    def _apply_compute(self, devices: Sequence[torch.device]) -> None:
-        """Apply the settings for determinism, NUMA and TF32."""
-        compute = self.given.compute
-        if compute.deterministic:
-            compute_deterministically()
-        if compute.numa_binding == "node":
-            bind_to_node(devices)
-        if compute.tf32 and devices[0].type == "cuda":
-            allow_tf32()
 
     def _log_wait(self) -> None:
         """Log which ranks this process waits for if no agent reports it."""
@@ -233,8 +229,7 @@ class RankSession:
     ) -> None:
         """Prepare `facts`, `event_schedule` and `saver` for `planned` steps, once the state is loaded.
 
-        Manifests have the settings in `recorded`, by default those that were given. `micro_batch`: see
-        `RunInfo`.
+        Manifests have the settings in `recorded`, by default those given. `micro_batch`: see `RunInfo`.
         """
         settings = self.settings
         recorded = recorded or self.given
@@ -302,6 +297,15 @@ class RankSession:
         """Open the displays, and remove the summary of an earlier end."""
         save_steps = self.event_schedule.steps_between("save")
         open_displays(self.facts, self.settings.telemetry, save_steps, self.recorder, model)
+        if self.connection.store is None and self.position.nodes > 1:
+            self._compare_code()
+
+    def _compare_code(self) -> None:
+        """Warn, once per node, about code that differs from rank 0's. Agents compare it themselves."""
+        code = imported_code()
+        theirs = self.world.broadcast_json(digests(code))
+        if self.position.local_rank == 0 and (warning := difference(code, theirs)):
+            log.warning("%s", warning)
 
     def finish(
         self, step: int, weights: Callable[[], Mapping[str, Any]], used: Mapping[str, object] = {}
@@ -328,6 +332,7 @@ class RankSession:
         self.world.close()
 
     def __enter__(self) -> "RankSession":
+        allow_open_files()
         self.join()
         return self
 

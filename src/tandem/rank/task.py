@@ -1,6 +1,7 @@
 """The function that every rank of a task runs: build the model and data, train, and return the exit code."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, nullcontext
@@ -9,11 +10,12 @@ from functools import partial
 from typing import Any, cast
 
 from tandem import layout
+from tandem.code_files import write_code
 from tandem.config import Settings, TaskJob
 from tandem.data.loader import end_loaders, loader_processes
 from tandem.data.seeds import seed_model
 from tandem.distributed import strategy as strategies
-from tandem.distributed.child_processes import killed_child
+from tandem.distributed.child_processes import killed_child, stop_child_news
 from tandem.distributed.devices import cores_of, not_deterministic, open_gpus
 from tandem.distributed.peers import is_gpu_failure, is_peer_loss
 from tandem.distributed.position import RankStart
@@ -40,17 +42,16 @@ from tandem.tasks.traces import full_trace, short_trace, what_and_where
 from tandem.telemetry.messages import Event
 from tandem.telemetry.recorder import Recorder
 from tandem.text import in_one_line
+from tandem.timeouts import CODE_RECORD_SECONDS
 from tandem.training.evaluate import Evaluation, evaluation_batch_size
 from tandem.training.flops import profiled
-from tandem.training.loading import check_model
 from tandem.training.loop import TaskLoopState, repeat_evaluation, train
 from tandem.training.precision import precision_of
-from tandem.training.replay import ReplayCheck, lengthen
-from tandem.training.replicas import check_replicas
+from tandem.training.rank_checks import ReplayCheck, check_replicas, lengthen
 from tandem.training.resume import COMPLETE
 from tandem.training.saving import warn_of_unsaved_scores
 from tandem.training.shards import ShardedReading, check_shared
-from tandem.training.train_state import TrainState, recall
+from tandem.training.train_state import TrainState, check_model, recall
 from tandem.training.weights import load_saved, tensors_in
 
 log = logging.getLogger("tandem.run")
@@ -61,8 +62,7 @@ log = logging.getLogger("tandem.run")
 def score(settings: Settings, start: RankStart, source: str) -> dict[str, float]:
     """Return the scores of the weights at `source` over the task's evaluation set; all ranks call this.
 
-    Rank 0 reads the checkpoint. Raises ConfigError for weights of another model, and for a task without an
-    evaluation set.
+    Rank 0 reads the checkpoint. Raises ConfigError for another model, and without an evaluation set.
     """
     data = settings.data
     session = RankSession(settings, start)
@@ -72,7 +72,7 @@ def score(settings: Settings, start: RankStart, source: str) -> dict[str, float]
         load_task(settings.run.task, settings.run.task_fields, data.data_dir, data.download)
     )
     world.once_per_node(task.prepare)
-    dataset = datasets_of(task).evaluation
+    dataset = datasets_of(task, settings.run.seed).evaluation
     if dataset is None:
         raise ConfigError(f"task {settings.run.task} has no evaluation set; return one in its Datasets")
     seed_model(settings.run.seed)
@@ -114,10 +114,12 @@ def run_rank(
             _run(session, job.chosen, stop)
         return session.code
     except (SmallerBatchError, WrongNodeError) as error:
+        stop_child_news()
         end_loaders()
         log.info("%s", error, extra={"detail": in_one_line(error.__cause__ or error)})  # its agent warns
         return error.exit_code
     except TandemError as error:
+        stop_child_news()
         # Loader processes ignore stop signals, so the rank ends them.
         end_loaders()
         log.error("%s", error)
@@ -226,6 +228,11 @@ def _run(session: RankSession, chosen: frozenset[str], stop: StopFlag) -> None:
     handler = OutOfMemoryHandler(session, data, train_state.shares, train_state.model)
     training = _training(session, train_state, partial(handler.scores, evaluation.scores), stop)
     session.begin_run(train_state.model)
+    if session.position.local_rank == 0 and session.grant.sample_socket:
+        # For the agent, which compares the files at a restart. Later, so that no recovery waits for it.
+        record = threading.Timer(CODE_RECORD_SECONDS, write_code, [session.grant.imports_file])
+        record.daemon = True
+        record.start()
     resume_point = session.resume_point
     planned = train_state.planned
     first = f"running the first steps (--log-every {settings.telemetry.log_every})"

@@ -78,7 +78,6 @@ class About:
         return {"file": None, "lines": []}
 
     def hide(self, text: str) -> str:
-        """Return `text` without secrets."""
         return hide(text, self._secrets)
 
     def hidden(self, value: Any) -> Any:

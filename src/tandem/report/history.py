@@ -1,6 +1,6 @@
-"""The history on the live page: curves, events, checkpoints and ranks.
+"""The data of the live page: curves, events, checkpoints, ranks, and reads of data on object stores.
 
-It outlives rank 0, and a restarted agent reads it back from the run directory.
+The history outlives rank 0, and a restarted agent reads it back from the run directory.
 """
 
 import threading
@@ -14,8 +14,11 @@ from tandem.bounded_reader import RunFiles
 from tandem.errors import CheckpointError
 from tandem.layout import METRICS
 from tandem.run.directory import RunDir
+from tandem.telemetry import metrics
 from tandem.telemetry.journal import COUNTED
 from tandem.telemetry.messages import Event, Message, Point, Ranks, RunStarted
+from tandem.telemetry.metrics import Family
+from tandem.telemetry.registry import Registry
 from tandem.timeouts import LIST_SECONDS
 
 MAX_POINTS = 1000
@@ -135,3 +138,26 @@ class History:
                 written = float(manifest["written_at"])
                 state = self._states.get(step, "written")
                 yield {"step": step, "time": written, "bytes": size, "state": state}
+
+
+COLUMNS: Mapping[str, tuple[Family, Mapping[str, str]]] = {
+    "bytes": (metrics.BLOCK_BYTES, {}),
+    "needed_bytes": (metrics.BLOCK_NEEDED_BYTES, {}),
+    **{name: (metrics.BLOCK_REQUESTS, {"outcome": name}) for name in metrics.REQUEST_OUTCOMES},
+    "wait_seconds": (metrics.BLOCK_WAIT_SECONDS, {}),
+    "ahead": (metrics.BLOCKS_AHEAD, {}),
+    "hits": (metrics.BLOCK_CACHE_HITS, {}),
+    "cache_bytes": (metrics.BLOCK_CACHE_BYTES, {}),
+    "cache_limit_bytes": (metrics.BLOCK_CACHE_LIMIT_BYTES, {}),
+}
+"""Each column by its metric and the labels of its series. Counters count since the launch."""
+
+
+def block_reads(registry: Registry) -> list[dict[str, float]]:
+    """Return {"node", and COLUMNS} for each node that reads from object stores; empty if none does."""
+    found = {name: registry.by_node(family, **labels) for name, (family, labels) in COLUMNS.items()}
+    # The request counters of this node's agent exist from the start, as zeros.
+    nodes = sorted(found["bytes"])
+    return [
+        {"node": node, **{name: values.get(node, 0.0) for name, values in found.items()}} for node in nodes
+    ]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.config.webhook import Webhook
+from tandem.config.address import Webhook
 from tandem.errors import FINISHED, STOPPED
 from tandem.report.sender import HttpRequest, HttpSender
 from tandem.telemetry.messages import Event, Heartbeat, Message, Send

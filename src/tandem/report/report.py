@@ -13,23 +13,19 @@ from tandem import layout
 from tandem.checkpoint.decision import LINKED, is_linked
 from tandem.errors import ConfigError, TandemError
 from tandem.log import pluralize, printable
+from tandem.paths import check_replaceable
 from tandem.report.about import About
-from tandem.report.access import OPEN_PATHS, Access
 from tandem.report.goodput import ledger_of, time_of
 from tandem.report.history import History
 from tandem.report.pages import report_page, report_policy
 from tandem.report.runs import find_runs
-from tandem.report.web import bind
+from tandem.report.web import OPEN_PATHS, Access, bind
 from tandem.run.directory import RunDir
 from tandem.telemetry.journal import Restarts, write_bytes_atomic
-from tandem.telemetry.meter import ACTIVITIES, PHASES
-from tandem.telemetry.metrics import ACTIVITY_SECONDS
+from tandem.telemetry.meter import PHASES
 from tandem.telemetry.verdict import measured, verdict
 from tandem.timeouts import SUPERVISE_SECONDS
 
-_ACTIVITY = re.compile(
-    rf"""^(?:{"|".join(ACTIVITY_SECONDS.wire_names)})\{{[^}}]*\bactivity="(\w+)"[^}}]*\}} (\S+)$""", re.M
-)
 LONGEST = 400
 LONGEST_NAME = 120
 """Maximum number of characters for a message about a problem, and for a name."""
@@ -46,6 +42,7 @@ def write_report(run_dirs: Sequence[Path], output: Path, secrets: Sequence[str] 
     problems: list[str] = []
     page = make_report(run_dirs, secrets, problems=problems)
     try:
+        check_replaceable(output)
         run = RunDir(run_dirs[0])
         if output.parent == run.folder:  # missing if the run has never been on this machine
             run.make_folder()
@@ -123,6 +120,7 @@ def _read_run(run: RunDir, copied: RunDir, secrets: Sequence[str]) -> dict[str, 
         parts = [summary["optimizer"], f"lr {summary.get('lr')}", summary.get("schedule")]
         about["optimizer"] = ", ".join(str(part) for part in parts if part)
     values = {str(row["name"]): row["value"] for row in about["settings"]}
+    seen = measured(files.text(layout.METRICS_PAGE), settings)
     return {
         "name": name,
         "state": state,
@@ -142,9 +140,9 @@ def _read_run(run: RunDir, copied: RunDir, secrets: Sequence[str]) -> dict[str, 
         "about": about,
         "log": About(run.folder, secrets).log(reason) if state == "failed" else None,
         "points": points,
-        "verdict": verdict(measured(files.text(layout.METRICS_PAGE), settings)),
+        "verdict": verdict(seen),
         "phases": _phases(points),
-        "activities": _activities(files.text(layout.METRICS_PAGE)),
+        "activities": [[activity, seconds] for activity, seconds in seen.activities.items() if seconds],
         "time": time_of(ledger_of(files)),
         "checkpoints": [] if linked else now["checkpoints"],
         "events": noted.hidden(events),
@@ -159,15 +157,6 @@ def _phases(points: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return seconds by phase over all known intervals."""
     known = [point["phases"] for point in points if isinstance(point.get("phases"), dict)]
     return {phase: sum(each.get(phase) or 0.0 for each in known) for phase in PHASES}
-
-
-def _activities(page: str) -> list[list[object]]:
-    """Return [activity, seconds] of the last launch, from the last metrics page."""
-    seconds: dict[str, float] = {}
-    for activity, value in _ACTIVITY.findall(page):
-        with suppress(ValueError):
-            seconds[activity] = float(value)
-    return [[activity, seconds[activity]] for activity in ACTIVITIES if seconds.get(activity)]
 
 
 # `tandem page`: reports of finished or running runs over HTTP, created again for each request.
@@ -236,7 +225,6 @@ class ReportServer:
         return problems
 
     def serve(self, should_stop: Callable[[], object]) -> None:
-        """Serve until `should_stop()` returns True."""
         # Without a client, `handle_request` returns after this time, so that a stop is noticed.
         self._http.timeout = SUPERVISE_SECONDS
         try:

@@ -5,6 +5,7 @@ import shutil
 import stat
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +70,16 @@ def find_runs(folder: Path, now: float | None = None) -> list[RunRow]:
     return sorted((_row(run_dir, now) for run_dir in run_dirs), key=lambda row: (row.age_seconds, row.path))
 
 
+def unreadable(folder: Path) -> list[str]:
+    """Return the names of the directories in `folder` that this user may not enter, in order."""
+    names = []
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False) and not os.access(entry.path, os.R_OK | os.X_OK):
+                names.append(entry.name)
+    return sorted(names)
+
+
 def clean(rows: Sequence[RunRow], dry_run: bool = False) -> list[RunRow]:
     """Remove the runs that are empty; return their rows, or those to remove. Raises ConfigError."""
     # _is_all_notes is checked again, because a file may have been added since the rows were made.
@@ -82,7 +93,6 @@ def clean(rows: Sequence[RunRow], dry_run: bool = False) -> list[RunRow]:
 
 
 def table(rows: Sequence[RunRow], folder: Path) -> str:
-    """Format aligned lines."""
     if not rows:
         return f"no runs in {printable(str(folder))}"
     cells = [HEADS, *(_cells(row) for row in rows)]

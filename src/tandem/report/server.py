@@ -1,16 +1,15 @@
 """Run node 0's HTTP server for metrics, health and the live page, with limits on everything.
 
-Read-only, except that a reader with the token may look inside the ranks (`inspection_paths.py`).
+Read-only, except that a reader with the token may look inside the ranks (`inspection.py`).
 """
 
 import threading
 import time
 from collections.abc import Callable, Mapping
 
-from tandem.report.access import OPEN_PATHS, Access
-from tandem.report.inspection_paths import TRACE, InspectionPaths
+from tandem.report.inspection import TRACE, InspectionPaths
 from tandem.report.pages import live_page
-from tandem.report.web import bind
+from tandem.report.web import OPEN_PATHS, Access, bind
 from tandem.telemetry.journal import to_json
 from tandem.telemetry.registry import Registry
 from tandem.timeouts import HOLD_SECONDS, PAGE_SECONDS
@@ -70,6 +69,7 @@ class MetricsServer:
         self._held = 0
         self._is_closing = False
         self._http = bind(host, port, self)
+        self.url = self._http.url
         self.host, self.port = str(self._http.server_address[0]), int(self._http.server_address[1])
         self._thread = threading.Thread(
             target=self._http.serve_forever, args=(0.1,), name="tandem-metrics", daemon=True
@@ -86,10 +86,7 @@ class MetricsServer:
         return self._last_read["/metrics"] >= moment
 
     def linger(
-        self,
-        seconds: float,
-        stop: Callable[[], bool] = lambda: False,
-        page_seconds: float = PAGE_SECONDS,
+        self, seconds: float, stop: Callable[[], bool] = lambda: False, page_seconds: float = PAGE_SECONDS
     ) -> None:
         """Wait until readers have seen the final state, or until `seconds` have passed.
 
@@ -140,11 +137,6 @@ class MetricsServer:
             self._http.shutdown()
             self._thread.join()
         self._http.server_close()
-
-    @property
-    def url(self) -> str:
-        """The server's URL, as a user types it."""
-        return self._http.url
 
     @property
     def policy(self) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tandem.telemetry.journal import write_bytes_atomic
+
 Event = dict[str, Any]
 FLOWS_PER_RANK = 2**40
 """Offset per rank for the numbers of arrows between events, which are unique only within one rank's trace."""
@@ -73,9 +75,8 @@ def main(job: Path) -> None:
     words = json.loads(job.read_text())
     output = Path(words["output"])
     output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_suffix(".tmp")
-    temporary.write_text(json.dumps(merged(words["parts"], words["metadata"])))
-    temporary.replace(output)
+    trace = json.dumps(merged(words["parts"], words["metadata"])).encode()
+    write_bytes_atomic(output, trace, is_durable=False)
 
 
 if __name__ == "__main__":

@@ -94,6 +94,22 @@ def check_tracker(name: str | None) -> None:
         )
 
 
+def copied_from(run: RunDir) -> Path | None:
+    """Return the run directory on this machine of which `run` is a copy with the same run at a tracker.
+
+    Call it before config.json is replaced, which has the path of the last launch. A directory that has moved
+    has no such original, so it continues its run at the tracker.
+    """
+    original = Path(str(run.files().read(layout.CONFIG).get("run_dir") or ""))
+    with suppress(OSError, ValueError):
+        if original.is_absolute() and not original.samefile(run.folder):
+            marks = RunDir(original).files().read(layout.TRACKER)
+            own = run.files().read(layout.TRACKER)
+            if any(_kept(mark).ours == _kept(own.get(name)).ours for name, mark in marks.items()):
+                return original
+    return None
+
+
 def open_tracker(name: str, beginning: RunStart) -> Tracker:
     """Create the run at the tracker, or continue it."""
     return MLflow(beginning) if name == "mlflow" else Wandb(beginning)
@@ -101,14 +117,11 @@ def open_tracker(name: str, beginning: RunStart) -> Tracker:
 
 def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers in a line of metrics.jsonl, named as in TensorBoard: train/loss, eval/accuracy."""
+    groups = {"eval": "eval", "scores": "train", "phases": "phases"}
     found: dict[str, object] = {}
     for name, value in record.items():
-        if name == "eval":
-            found |= {f"eval/{score}": number for score, number in (value or {}).items()}
-        elif name == "scores":
-            found |= {f"train/{score}": number for score, number in (value or {}).items()}
-        elif name == "phases":
-            found |= {f"phases/{phase}": number for phase, number in (value or {}).items()}
+        if name in groups:
+            found |= {f"{groups[name]}/{inner}": number for inner, number in (value or {}).items()}
         elif name == "epoch":
             found[name] = value
         elif name not in ("step", "time"):
@@ -181,7 +194,6 @@ class MLflow:
 
 
 def _name(name: str) -> str:
-    """Return a name that MLflow accepts."""
     return re.sub(r"[^\w./ -]", "_", name)
 
 
@@ -296,7 +308,7 @@ class TrackerUpload:
         self._name = name
         self._about = About(run.folder, secrets)
         self.files = run.files()
-        self._mark = _kept(self.files.read(layout.TRACKER).get(name))
+        self._mark = _kept(None if copied_from(run) else self.files.read(layout.TRACKER).get(name))
         self._journal = JournalReader(run.folder / layout.METRICS)
         self._tracker: Tracker | None = None
         self._waiting: list[tuple[UploadMark, MetricRow]] = []
@@ -455,5 +467,5 @@ def chosen(config: Mapping[str, object], asked: str | None) -> str:
     """Return the requested tracker, else the run's own. Raises ConfigError."""
     name = asked or str(config.get("tracker") or "").removeprefix("tensorboard").lstrip(",")
     if not name:
-        raise ConfigError("this run has no tracker; use --tracker mlflow or --tracker wandb")
+        raise ConfigError("this run has no tracker; use --tracker mlflow, --tracker wandb or --tracker otel")
     return name

@@ -145,7 +145,8 @@ class RunDir:
                 )
             name = settings.run.task.rpartition(":")[2] if ":" in settings.run.task else settings.run.task
             stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
-            run_dir = Path("runs") / f"{name.replace('/', '-')}-{stamp}"
+            # With microseconds, because a loop in a shell starts several launches within a second.
+            run_dir = Path("runs") / f"{name.replace('/', '-')}-{stamp}-{int(now % 1 * 1e6):06d}"
         return cls(run_dir.absolute() if isinstance(run_dir, Path) else run_dir)
 
     @classmethod
@@ -255,8 +256,7 @@ class RunDir:
     def make_folder(self) -> None:
         """Create `folder`. Raises OSError.
 
-        A directory below the temporary directory must belong to this user, so that no other user can plant
-        files there.
+        Below the temporary directory, it must belong to this user, so that no other user can plant files.
         """
         top = _temporary()
         if self.folder.is_relative_to(top):
@@ -286,6 +286,8 @@ class RunDir:
 
 def unwritable(where: PurePath, error: OSError) -> ConfigError:
     reason = error.strerror or error
+    if isinstance(error, FileExistsError) and os.path.islink(where):
+        reason = "it is a link to nothing"
     return ConfigError(f"cannot write to the run directory {where}: {reason}; give another --run-dir")
 
 

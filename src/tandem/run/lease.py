@@ -5,6 +5,7 @@ changes while another launch watches it, so the clocks of two machines are never
 torch.
 """
 
+import hashlib
 import json
 import logging
 import os
@@ -55,7 +56,8 @@ class LeaseRecord:
 
     `machine` is the machine ID, if there is one, and `space` the PID namespace of `process`. `born` is the
     start time of the process in clock ticks. `since` is the start of the lease in Unix seconds (for
-    messages). `renewed` is on the monotonic clock of this boot.
+    messages). `renewed` is on the monotonic clock of this boot. `place` is a hash of the run directory's
+    path, because a copy of a run contains the lease of the original.
     """
 
     word: str
@@ -70,9 +72,10 @@ class LeaseRecord:
     renewed: float
     renewals: int = 0
     is_over: bool = False
+    place: str = ""
 
     @classmethod
-    def for_this_process(cls, job: str) -> "LeaseRecord":
+    def for_this_process(cls, job: str, run_dir: PurePath | None = None) -> "LeaseRecord":
         """Return a record of this process."""
         pid = os.getpid()
         return cls(
@@ -87,6 +90,7 @@ class LeaseRecord:
             job=job[:200],
             since=time.time(),
             renewed=time.monotonic(),
+            place="" if run_dir is None else _hash_of_path(run_dir),
         )
 
     def render(self) -> bytes:
@@ -125,6 +129,11 @@ class LeaseRecord:
         """Return True if the owner is an ancestor of this process, or this process itself."""
         return self.is_seen_from(here) and not self.is_gone(here) and _is_above(self.process)
 
+    def may_be_copied(self, here: "LeaseRecord") -> bool:
+        """Return True if the record was written under another path: a copy, or the same directory."""
+        is_other_path = bool(self.place and here.place) and self.place != here.place
+        return is_other_path and self.is_seen_from(here)
+
     def silence(self, here: "LeaseRecord") -> float:
         """Return the seconds since the last renewal, or 0 if the clocks cannot be compared (another boot)."""
         return max(0.0, here.renewed - self.renewed) if self.boot == here.boot else 0.0
@@ -140,6 +149,11 @@ def _first_line(path: str) -> str:
     with suppress(OSError, IndexError):
         return Path(path).read_text(encoding="ascii", errors="replace").splitlines()[0]
     return ""
+
+
+def _hash_of_path(run_dir: PurePath) -> str:
+    path = os.path.realpath(run_dir) if isinstance(run_dir, Path) else str(run_dir)
+    return hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
 
 
 def _born(pid: int) -> int | None:
@@ -181,9 +195,14 @@ def check(notes: LeaseRecords, run_dir: PurePath, token: Token, note: LeaseRecor
     if found is None:
         # A rank has the token but not the record. Owners are compared by the word, so any record of its own
         # will do.
-        notes.create(
-            token.number, (note or replace(LeaseRecord.for_this_process(""), word=token.word)).render()
-        )
+        own = note or replace(LeaseRecord.for_this_process(""), word=token.word)
+        if notes.create(token.number, own.render()):
+            log.warning(
+                "%s/%s was removed, or the run directory moved, during this run; the run continues in the "
+                "directory of this name, which may lack earlier checkpoints and files",
+                run_dir,
+                layout.OWNER,
+            )
         found = LeaseRecord.parse(notes.read(token.number))
     last = max(notes.numbers(), default=token.number)
     if last > token.number or found is None or found.word != token.word:
@@ -268,8 +287,7 @@ class Lease:
     def close(self) -> None:
         """Release the lease: delete the first record, or mark a later one as over.
 
-        A later record stays, because it proves to the earlier owners that their numbers are no longer the
-        largest.
+        A later record stays: it proves to earlier owners that their numbers are no longer the largest.
         """
         self._closing.set()
         if self._note is None or self.token is None:
@@ -306,7 +324,7 @@ def acquire(
         while True:
             numbers = notes.numbers()
             # Created again in each round, because `renewed` must be current after a wait.
-            here = LeaseRecord.for_this_process(job)
+            here = LeaseRecord.for_this_process(job, run_dir)
             last = max(numbers, default=0)
             raw = notes.read(last) if last else None
             found = LeaseRecord.parse(raw)
@@ -360,7 +378,7 @@ def refuse_if_owned(run_dir: PurePath) -> None:
 def owner_here(run_dir: PurePath) -> LeaseRecord | None:
     """Return the lease of a launch here that certainly owns the run; None if it is an ancestor of ours."""
     notes = lease_records_at(run_dir / layout.OWNER)
-    here = LeaseRecord.for_this_process("")
+    here = LeaseRecord.for_this_process("", run_dir)
     with suppress(OSError):
         if (last := max(notes.numbers(), default=0)) and (found := LeaseRecord.parse(notes.read(last))):
             if not found.is_over and not found.is_above(here) and _lives(found, here):
@@ -371,8 +389,8 @@ def owner_here(run_dir: PurePath) -> LeaseRecord | None:
 def _lives(found: LeaseRecord, here: LeaseRecord, expiry: float = OWNER_EXPIRY_SECONDS) -> bool:
     """Return True if the owner's process is visible, running, and has renewed its lease recently."""
     # A frozen process (SIGSTOP, `docker pause`) is visible but renews nothing, and loses the run like an
-    # unreachable one.
-    is_running = found.is_seen_from(here) and not found.is_gone(here)
+    # unreachable one. So does the owner of the run that this one was copied from.
+    is_running = found.is_seen_from(here) and not found.is_gone(here) and not found.may_be_copied(here)
     return is_running and found.silence(here) <= expiry
 
 
@@ -394,8 +412,7 @@ def _may_take(
 ) -> bool:
     """Return True if the owner has exited or lost its lease; log why, unless it released the lease itself.
 
-    False means that the record has changed and must be read again. Raises ConfigError if the owner is alive,
-    and StoppedError.
+    False: the record has changed, so read it again. Raises ConfigError if the owner lives, StoppedError.
     """
     found = LeaseRecord.parse(raw)
     if found is None:
@@ -408,7 +425,7 @@ def _may_take(
         raise _refusal(run_dir, found)
     elif found.is_seen_from(here) and found.is_gone(here):
         why = "which has exited"
-    elif here.job and found.job == here.job:
+    elif here.job and found.job == here.job and not found.may_be_copied(here):
         why = "an earlier start of this job"
     else:
         # Silence on this boot's clock counts. Another machine's clock cannot be compared, so its lease gets

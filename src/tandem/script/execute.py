@@ -90,12 +90,6 @@ def code_of(ending: SystemExit) -> int:
     return 1
 
 
-def _exit_in_time(code: int) -> None:
-    timer = threading.Timer(LEAVING_SECONDS, os._exit, (code,))
-    timer.daemon = True
-    timer.start()
-
-
 def leave(code: int) -> NoReturn:
     """End this process with Python's own steps in their order, except for the interpreter's finalization.
 
@@ -103,7 +97,9 @@ def leave(code: int) -> NoReturn:
     successful runs were reported as failed. After a failure, threads and exit handlers get LEAVING_SECONDS.
     """
     if code != FINISHED:
-        _exit_in_time(code)
+        timer = threading.Timer(LEAVING_SECONDS, os._exit, (code,))
+        timer.daemon = True
+        timer.start()
     steps: list[Callable[[], object]] = [
         cast(Any, threading)._shutdown,
         cast(Any, atexit)._run_exitfuncs,

@@ -5,10 +5,8 @@ the script. The rank's position comes from its stack: the innermost line of the 
 that line waits for other ranks. See docs/architecture.md#user-scripts.
 """
 
-import json
 import os
 import sys
-import sysconfig
 import threading
 import time
 from collections import Counter, deque
@@ -20,7 +18,8 @@ from types import FrameType
 from typing import Any
 
 from tandem import running_clock
-from tandem.distributed.position import Grant, Position
+from tandem.code_files import is_own, write_code
+from tandem.distributed.position import Position
 from tandem.script.job import Job
 from tandem.telemetry import metrics, profiling
 from tandem.telemetry.hangs import HangLimits
@@ -132,14 +131,12 @@ def _timer(parameter: Any) -> Any:
 
 
 MAX_TIMES = 1000  # step times per message, which may have 64 KiB
-INSTALLED = ("/site-packages/", "/dist-packages/", sysconfig.get_path("stdlib") + "/", "<frozen ")
-OURS = str(Path(__file__).parent.parent) + "/"
 
 
 class ScriptMonitor:
     """Count one rank's steps, and locate it by its stack for its heartbeats, from construction on.
 
-    `imports`: the file for the names of imported modules (`imports_file`).
+    `imports`: the file for what the script has imported (`Grant.imports_file`).
     """
 
     def __init__(self, job: Job, position: Position, send: Send, imports: Path) -> None:
@@ -189,8 +186,8 @@ class ScriptMonitor:
     def imported(self) -> list[str]:
         """Return the installed modules that the script has imported, in the order of their import."""
         new = [(name, module) for name, module in list(sys.modules.items()) if name not in self._modules]
-        files = ((name, getattr(module, "__file__", None) or "") for name, module in new)
-        return [name for name, file in files if any(folder in file for folder in INSTALLED)]
+        files = ((name, getattr(module, "__file__", None) or "<built-in>") for name, module in new)
+        return [name for name, file in files if file != "<built-in>" and not is_own(file)]
 
     def _count_steps(self) -> None:
         """Hook into torch as soon as the script, or the fork server before it, has imported it."""
@@ -220,14 +217,7 @@ class ScriptMonitor:
             self._history.stepped(optimizer)
             profiling.step_ended(self.steps)
         if self.steps == 1 and self._position.local_rank == 0:
-            self._save_imports()
-
-    def _save_imports(self) -> None:
-        """Record what the script has imported, for the standby processes of the next generation."""
-        path = self._imports
-        with suppress(OSError):
-            path.with_suffix(".new").write_text(json.dumps(self.imported()))
-            path.with_suffix(".new").replace(path)
+            write_code(self._imports, self.imported())  # for the next generation's standby processes
 
     @property
     def cpu_time_shows_progress(self) -> bool:
@@ -297,11 +287,6 @@ class ScriptMonitor:
         self._send(Samples(list(samples)))
 
 
-def imports_file(grant: Grant) -> Path:
-    """Return the path where a node's ranks record their imports."""
-    return grant.folder / "imports.json"
-
-
 def where(frame: FrameType | None) -> tuple[str, bool, bool]:
     """Return ("train.py:42", in a collective, in autograd) for a thread's innermost frame.
 
@@ -314,7 +299,7 @@ def where(frame: FrameType | None) -> tuple[str, bool, bool]:
     while frame is not None:
         file = frame.f_code.co_filename
         in_autograd = in_autograd or "/torch/autograd/" in file
-        if not location and not file.startswith((OURS, "<")) and not any(each in file for each in INSTALLED):
+        if not location and is_own(file):
             location = f"{os.path.basename(file)}:{frame.f_lineno}"
         frame = frame.f_back
     if not location and innermost is not None:

@@ -20,22 +20,17 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from tandem import layout
+from tandem.code_files import read_installed
 from tandem.distributed import position as positions
 from tandem.distributed.child_processes import killed_child
 from tandem.distributed.position import Position, RankStart
 from tandem.errors import FINISHED, GPU_FAILED, PEER_LOST, TandemError
 from tandem.log import keep_bounded, redirect_output, setup
 from tandem.process import end_with_parent, safe_path
-from tandem.script.execute import (
-    code_of,
-    execute,
-    forget_the_fork,
-    leave,
-    without_our_frames,
-)
+from tandem.script.execute import code_of, execute, forget_the_fork, leave, without_our_frames
 from tandem.script.job import Job, error_file, set_variables
 from tandem.script.lifeline import descriptor_for_exec
-from tandem.script.observer import ScriptMonitor, imports_file
+from tandem.script.observer import ScriptMonitor
 from tandem.signals import default_signals
 from tandem.telemetry.channel import Sender
 from tandem.telemetry.stacks import keep_stacks
@@ -81,8 +76,7 @@ def warm_up(job: Job, expected: RankStart | None) -> None:
     if job.fresh_interpreter or job.program.kind == "command" or expected is None:
         return
     set_variables(job, expected)  # some packages read their rank when they are imported
-    names = json.loads(imports_file(expected.grant).read_text())
-    for name in names:
+    for name in read_installed(expected.grant.imports_file):
         # Some modules can be imported only from inside the script. The rank then imports them, and shows any
         # error.
         with suppress(Exception):
@@ -107,7 +101,7 @@ def run_program(job: Job, start: RankStart) -> NoReturn:
     record = _write_to_log(job, position.rank)
     setup(None, position.rank, position.node_rank, True, job.json_lines)
     keep_stacks(Path(job.logs), position.rank)
-    watch = ScriptMonitor(job, position, Sender(grant.sample_socket).send, imports_file(grant))
+    watch = ScriptMonitor(job, position, Sender(grant.sample_socket).send, grant.imports_file)
     launched = positions.launched = positions.Launched(start, watch.hand_over)
     code = _run(job, position, path, record)
     try:
@@ -253,8 +247,7 @@ class _Copied(io.FileIO):
 def _write_to_log(job: Job, rank: int) -> Any:
     """Send this rank's output to RUN_DIR/log/rank-N.log; rank 0 keeps the terminal and copies to its log.
 
-    Returns the log, for text. Output of native code on rank 0, and of a command as rank 0, goes only to the
-    terminal.
+    Returns the log, for text. Output of native code and of commands on rank 0 has only the terminal.
     """
     path = Path(job.logs, layout.rank_log(rank))
     try:

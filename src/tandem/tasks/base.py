@@ -365,7 +365,6 @@ def _task_classes(module: ModuleType) -> list[type[Any]]:
 
 
 def _missing_methods(found: type[Any]) -> list[str]:
-    """Return the required methods that this class lacks."""
     return [method for method in REQUIRED_METHODS if not callable(getattr(found, method, None))]
 
 

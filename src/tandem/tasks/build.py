@@ -16,16 +16,19 @@ from tandem.data.datasets import Datasets
 from tandem.data.fetch import is_stream
 from tandem.data.mixture import Mixture
 from tandem.data.sampler import BucketedOrder, GlobalOrder, MakeOrder, WeightedOrder
+from tandem.data.seeds import seed_datasets
 from tandem.errors import ConfigError
 from tandem.tasks.base import TaskWithDefaults
 from tandem.tasks.mistakes import OUTPUTS, kind, mistake
 
 DATASETS = "return Datasets(train, evaluation), from tandem"
+EMPTY = "it has no samples; check its path or filter"
 OWN_LOOP = "for anything else write your own loop (docs/your-own-loop.md)"
 
 
-def datasets_of(task: TaskWithDefaults) -> Datasets:
+def datasets_of(task: TaskWithDefaults, seed: int) -> Datasets:
     """Return the datasets for training and evaluation (None: no evaluation). Raises ConfigError."""
+    seed_datasets(seed)
     made: Any = task.build_datasets()
     if not (hasattr(made, "train") and hasattr(made, "evaluation")):
         raise mistake(task.build_datasets, kind(made), DATASETS)
@@ -42,6 +45,8 @@ def datasets_of(task: TaskWithDefaults) -> Datasets:
         if dataset is None and part == "evaluation":
             continue
         if problem := _problem_of(dataset):
+            if problem == EMPTY and part != "train":
+                problem += "; to train without an evaluation, return None"
             raise mistake(task.build_datasets, f"{kind(dataset)} as {part}", problem)
     return Datasets(made.train, made.evaluation)
 
@@ -56,6 +61,8 @@ def _problem_of(dataset: Any) -> str:
         return f"a dataset needs __len__ and __getitem__, or __iter__; {DATASETS}"
     if not is_stream(dataset) and not hasattr(dataset, "__len__"):
         return "a dataset with __getitem__ also needs __len__, the number of samples"
+    if hasattr(dataset, "__len__") and len(dataset) == 0:
+        return EMPTY
     return ""
 
 

@@ -48,6 +48,8 @@ def chosen(compose: bool = False, slurm: bool = False) -> tuple[str, ...]:
 
 def init(folder: Path, names: Sequence[str] = tuple(FILES), kind: str = "pytorchjob") -> str:
     """Write the project; return the next steps. Raises ConfigError for files that already exist."""
+    if folder.is_file():
+        raise ConfigError(f"{folder} is a file; choose another directory: tandem init DIR")
     # Lexists also finds a broken symbolic link.
     there = [name for name in names if os.path.lexists(folder / name)]
     if there:

@@ -5,15 +5,14 @@ A wrong shape or dtype is raised in torch, dozens of frames below the task's own
 
 import linecache
 import re
-import sysconfig
 import traceback
 from pathlib import Path
 
+from tandem.code_files import INSTALLED, OURS
 from tandem.errors import text_of
+from tandem.text import SAMPLE_NOTE, notes_of
 
-OURS = str(Path(__file__).resolve().parent.parent) + "/"
 TASKS = str(Path(__file__).resolve().parent) + "/"
-INSTALLED = ("/site-packages/", "/dist-packages/", sysconfig.get_path("stdlib") + "/")
 # An exception group has bars before its lines. Names such as `<string>` are no files.
 FRAME = re.compile(r'^ +\|? *File "([^"<][^"]*)", line (\d+), in (.+)$', re.M)
 MOST_FRAMES = 4
@@ -41,16 +40,24 @@ def short_trace(error: BaseException, owner: str = "the task") -> str:
 
 def script_trace(error: BaseException) -> str:
     """Return `short_trace` of a script and the last line of Python's own traceback, for a terminal."""
-    return f"{short_trace(error, 'the script')}\n{traceback.format_exception_only(error)[-1].rstrip()}"
+    lines = traceback.format_exception_only(error)
+    # Notes follow that line, one entry for each of their lines.
+    notes = [str(note) for note in getattr(error, "__notes__", None) or ()]
+    last = lines[-1 - sum(len(note.split("\n")) for note in notes)].rstrip()
+    return "\n".join([short_trace(error, "the script"), last, *notes_of(error)])
 
 
 def what_and_where(error: BaseException) -> str:
-    """Return one line such as `RuntimeError: shapes do not fit (my_task.py line 12)`."""
+    """Return one line such as `RuntimeError: shapes do not fit in sample 7 (my_task.py line 12)`."""
     kind = type(error).__name__
     text = text_of(error).strip()
-    if LOADER.match(text):  # from a loader process: the error is the last line of its traceback
-        kind, _, text = text.splitlines()[-1].partition(": ")
-    what = f"{kind}: {text.splitlines()[0]}" if text else kind
+    notes = notes_of(error)
+    if LOADER.match(text):  # from a loader process: the error is the last line of its traceback, before notes
+        *lines, last = text.splitlines()
+        if last.startswith(SAMPLE_NOTE):
+            notes, last = [last], lines[-1]
+        kind, _, text = last.partition(": ")
+    what = " ".join([f"{kind}: {text.splitlines()[0]}" if text else kind, *notes])
     frames, _ = _frames(error)
     return f"{what} ({_shown(frames[-1][0])} line {frames[-1][1]})" if frames else what
 

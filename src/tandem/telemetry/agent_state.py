@@ -5,8 +5,10 @@ import os
 import shutil
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
+from tandem.process import stat_of
 from tandem.telemetry import health, metrics
 from tandem.telemetry.messages import Samples, Send
 from tandem.telemetry.meter import ACTIVITIES, ActivityClock
@@ -59,23 +61,17 @@ class Activities:
 
 def process_age_seconds() -> float:
     """Return the age of this process (Linux: proc(5)); 0.0 if unknown."""
-    try:
-        with open("/proc/self/stat", encoding="ascii") as stat, open("/proc/uptime", encoding="ascii") as up:
-            # Field 22 is the start time in clock ticks. Fields are counted from the last parenthesis, because
-            # the name before it may contain spaces and parentheses.
-            started = int(stat.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-            return max(0.0, float(up.read().split()[0]) - started)
-    except (OSError, ValueError, IndexError):
-        return 0.0
+    with suppress(OSError, ValueError, IndexError):
+        started = int(stat_of(os.getpid())[19]) / os.sysconf("SC_CLK_TCK")  # field 22, in clock ticks
+        return max(0.0, float(Path("/proc/uptime").read_text().split()[0]) - started)
+    return 0.0
 
 
 def resident_bytes(pid: int) -> int:
     """Return the resident memory of a process (Linux: proc(5)); 0 if unknown."""
-    try:
-        with open(f"/proc/{pid}/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
 
 
 class Replays:

@@ -28,10 +28,7 @@ class Receiver:
     """
 
     def __init__(
-        self,
-        path: Path,
-        on_message: Callable[[Message], None],
-        on_error: Callable[[str], None] | None = None,
+        self, path: Path, on_message: Callable[[Message], None], on_error: Callable[[str], None] | None = None
     ) -> None:
         self.malformed = 0
         self._path = path

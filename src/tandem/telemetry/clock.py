@@ -113,7 +113,7 @@ class Clock:
         if self.step == self.first_step + 1:  # if a compiler is used, it is imported by now
             around_compilation(self._compiles, self._compiled)
             if isinstance(self._timer, HostTimer):
-                observe_waits(partial(self._wait_begins, self._timer), partial(self._wait_ends, self._timer))
+                observe_waits(partial(self._wait_begins, self._timer), self._timer.waited)
         self._enter("between")
         self._durations.append(self.since - self._step_began)
         self.longest_step = max(self.longest_step, self._durations[-1])
@@ -183,9 +183,6 @@ class Clock:
         timer.mark(self._open)
         return self._open
 
-    def _wait_ends(self, timer: "HostTimer", phase: str) -> None:
-        timer.waited(phase)
-
     def _gradients_done(self) -> None:
         self._knows_wait = True
         self._timer.mark("backward")
@@ -199,7 +196,6 @@ class HostTimer:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a step."""
         self._spent = dict.fromkeys(TIMES, 0.0)
         self._waits = dict[str, float]()
         self._last = time.perf_counter()

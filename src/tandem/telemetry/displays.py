@@ -200,21 +200,19 @@ class Progress:
     """The progress display.
 
     Call `advance` after each step (cheap), `report` once per log interval, and `note` for a line in between.
-    Mode auto: a bar if `stream` is a terminal, unless -q is given; on: a bar; off: only log lines. Ranks
-    other than 0 show nothing.
+    Mode auto: a bar if `stream` is a terminal, unless -q is given; on: a bar; off: only log lines.
     """
 
     def __init__(
-        self, steps_planned: int, *, start_step: int = 0, rank: int = 0,
+        self, steps_planned: int, *, start_step: int = 0,
         mode: Literal["auto", "on", "off"] = "auto", stream: TextIO | None = None,
     ) -> None:  # fmt: skip
         self._steps_planned = steps_planned
-        self._silent = rank != 0
         self._stream: Any = ClosableStream(sys.stderr if stream is None else stream)
         self._step = start_step
         self._bar: Bar | None = None
         has_bar = mode == "auto" and self._stream.isatty() and not is_dumb() and not is_quiet()
-        if not self._silent and (mode == "on" or has_bar):
+        if mode == "on" or has_bar:
             self._bar = open_bar(steps_planned, start_step, self._stream)
             wrap_terminal_lines(self._bar.redrawn_below)
 
@@ -237,7 +235,7 @@ class Progress:
         self.advance(step)
         if self._bar is not None:
             self._bar.say(epoch, loss, samples_per_second)
-        elif not self._silent:
+        else:
             of = f"step {step:,} of {self._steps_planned:,} (epoch {epoch})"
             shown = [f"{name} {value:.4g}" for name, value in (more or {}).items()][:SHOWN]
             text = ", ".join([f"loss {loss:.4f}", *shown, f"{samples_per_second:,.0f} samples/s"])
@@ -245,8 +243,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Write one log line."""
-        if not self._silent:
-            logger.info("%s", text)
+        logger.info("%s", text)
 
     def close(self) -> None:
         """Leave the bar on the terminal; safe to call twice."""
@@ -282,7 +279,6 @@ class EventWriter:
             self._writer = SummaryWriter(log_dir=str(directory), purge_step=purge_step)  # type: ignore[no-untyped-call,unused-ignore]
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Write `values` (name -> number) at `step`."""
         with self._told_once():
             for name, value in values.items() if self._writer is not None else ():
                 self._writer.add_scalar(name, value, step)

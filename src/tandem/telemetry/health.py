@@ -16,8 +16,16 @@ from typing import TYPE_CHECKING
 
 from tandem.bounded_reader import RunFiles, content, count, finite, parsed
 from tandem.layout import CONFIG, HEALTH, HEALTH_TEMPORARY, SUMMARY
+from tandem.paths import identity, is_elsewhere
 from tandem.text import format_duration
-from tandem.timeouts import NODE_TICK_SECONDS, RUN_HEALTH_STALE_SECONDS, SLACK_SECONDS, STALE_SECONDS
+from tandem.timeouts import (
+    NODE_TICK_SECONDS,
+    OWNER_LOOK_SECONDS,
+    RUN_HEALTH_SECONDS,
+    RUN_HEALTH_STALE_SECONDS,
+    SLACK_SECONDS,
+    STALE_SECONDS,
+)
 
 if TYPE_CHECKING:
     from tandem.config.slices import LaunchConfig, ReliabilityConfig
@@ -35,7 +43,6 @@ class HealthLimits:
 
     @classmethod
     def from_settings(cls, launch: "LaunchConfig", timeouts: "ReliabilityConfig") -> "HealthLimits":
-        """Return the limits from the settings."""
         return cls(launch.master_timeout, timeouts.phase_timeout, timeouts.hang_seconds)
 
     def of(self, state: str) -> float:
@@ -47,15 +54,17 @@ class HealthLimits:
         return SLACK_SECONDS + self.phase_timeout
 
 
-def record(state: str, step: int, last_progress: float, limit_seconds: float) -> dict[str, object]:
+def record(state: str, step: int, quiet_seconds: float, limit_seconds: float) -> dict[str, object]:
     """Return the record that `assess` reads.
 
-    `last_progress` is when the run last made progress (Unix seconds); `limit_seconds` is how long this state
-    may last without progress.
+    `quiet_seconds` is the time since the run last made progress; `limit_seconds` is how long this state may
+    last without progress.
     """
+    now = time.time()
     return {
-        "time": time.time(), "state": state, "step": step, "last_progress": last_progress,
-        "limit_seconds": limit_seconds, "pid": os.getpid(), "machine": _machine(),
+        "time": now, "monotonic": time.monotonic(), "state": state, "step": step,
+        "last_progress": now - quiet_seconds, "limit_seconds": limit_seconds, "pid": os.getpid(),
+        "machine": _machine(),
     }  # fmt: skip
 
 
@@ -80,7 +89,7 @@ def write_health(state_dir: str | os.PathLike[str], record: Mapping[str, object]
 
 def write_run_health(run_dir: str | os.PathLike[str], record: Mapping[str, object]) -> None:
     """Replace RUN_DIR/health.json; only node 0 calls this. Raises OSError if the directory is gone."""
-    _replace(run_dir, HEALTH_TEMPORARY, record)
+    _replace(run_dir, HEALTH_TEMPORARY, {**record, "folder": identity(run_dir)})
 
 
 def _replace(folder: str | os.PathLike[str], name: str, record: Mapping[str, object]) -> None:
@@ -103,14 +112,15 @@ class Starting:
         self._state_dir = state_dir
         self._limit = limits.of("starting")
         self._closing = threading.Event()
-        self._since = time.time()
+        self._since = time.monotonic()
         self._thread = threading.Thread(target=self._write, name="tandem-starting", daemon=True)
         self._thread.start()
 
     def _write(self) -> None:
         while True:
             with contextlib.suppress(OSError):  # the agent reports it if it persists
-                write_health(self._state_dir, record("starting", 0, self._since, self._limit))
+                quiet = time.monotonic() - self._since
+                write_health(self._state_dir, record("starting", 0, quiet, self._limit))
             if self._closing.wait(NODE_TICK_SECONDS):
                 return
 
@@ -136,18 +146,51 @@ def check(
         return False, f"no heartbeat: {path} is not a heartbeat"
 
 
-def check_run(run_dir: str | os.PathLike[str]) -> tuple[bool, str]:
-    """Return the same for a run directory; the summary decides for a run that has ended."""
+def check_run(
+    run_dir: str | os.PathLike[str], watch_seconds: float = 2 * RUN_HEALTH_SECONDS
+) -> tuple[bool, str]:
+    """Return the same for a run directory; the summary decides for a run that has ended.
+
+    If the heartbeat is from another machine, whose clock may differ, and is old or from the future, watches
+    for a new one, up to `watch_seconds`.
+    """
     if not os.path.isdir(run_dir):
         what = "is not a directory" if os.path.exists(run_dir) else "does not exist"
         return False, f"{os.fspath(run_dir)} {what}; give the directory of a run"
-    if not os.path.lexists(os.path.join(run_dir, CONFIG)):
+    try:
+        os.lstat(os.path.join(run_dir, CONFIG))
+    except PermissionError as error:
+        return False, f"{os.fspath(run_dir)} cannot be read: {error.strerror}; ask its owner for access"
+    except OSError:
         line = "has no config.json: it is not a run, or has not started; give the directory of a run"
         return False, f"{os.fspath(run_dir)} {line}"
     summary = RunFiles(run_dir).read(SUMMARY)
     if state := summary.get("state"):
         return state == "finished", f"{state} at step {summary.get('global_step') or 0:,}"
-    return check(run_dir, stale=RUN_HEALTH_STALE_SECONDS)
+    now = time.time()
+    # `check` reports these errors.
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        found = parsed(content(run_dir, HEALTH))
+        is_of_here = found.get("machine") == _machine()
+        if is_of_here and is_elsewhere(found.get("folder"), run_dir):
+            return False, "this is a copy, where no launch has started; give the directory of the run itself"
+        written = finite(found["time"])
+        if not is_of_here and abs(now - written) > RUN_HEALTH_STALE_SECONDS:
+            newer = _time_of_next(run_dir, written, watch_seconds)
+            if newer is None and written > now:
+                return False, f"no new heartbeat in {format_duration(watch_seconds)} ({found.get('state')})"
+            now = newer or now
+    return check(run_dir, now, stale=RUN_HEALTH_STALE_SECONDS)
+
+
+def _time_of_next(run_dir: str | os.PathLike[str], written: float, seconds: float) -> float | None:
+    """Return the time in the next heartbeat after `written`; None if there is none within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if (newer := finite(parsed(content(run_dir, HEALTH))["time"])) != written:
+            return newer
+        time.sleep(OWNER_LOOK_SECONDS)
+    return None
 
 
 def assess(record: Mapping[str, object], now: float, stale: float = STALE_SECONDS) -> tuple[bool, str]:
@@ -163,14 +206,18 @@ def assess(record: Mapping[str, object], now: float, stale: float = STALE_SECOND
         return True, where
     if state in ("stopped", "failed"):
         return False, where
-    age = now - finite(record["time"])
+    written = finite(record["time"])
+    age = now - written
+    if record.get("machine") == _machine() and "monotonic" in record:
+        # Unlike the other clock, this one is never set.
+        age = time.monotonic() - finite(record["monotonic"])
     if age > stale:
         return False, f"last heartbeat {format_duration(age)} ago, limit {stale:.0f} s ({where})"
     pid = count(record["pid"])
     if record.get("machine", _machine()) == _machine() and not _is_alive(pid):
         return False, f"process {pid} is gone ({where})"
-    # A clock that was set back, or another node's clock, may be behind the record.
-    quiet = max(0.0, now - finite(record["last_progress"]))
+    # Another node's clock may be ahead of this one.
+    quiet = max(0.0, written - finite(record["last_progress"])) + max(0.0, age)
     limit = float("inf") if record["limit_seconds"] is None else finite(record["limit_seconds"])
     if quiet > limit:
         return False, f"no progress for {format_duration(quiet)}, limit {format_duration(limit)} ({where})"

@@ -83,7 +83,6 @@ class Restarts:
         return None if reason is None else _sample(reason)
 
     def counted(self) -> dict[str, object]:
-        """Return all counts, for the line COUNTED."""
         return {
             "restarts": dict(self.by_reason),
             "next": self._next,

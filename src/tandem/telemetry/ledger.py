@@ -133,7 +133,6 @@ class Ledger:
         return sum(self.parts.values())
 
     def samples(self) -> list[Sample]:
-        """Return the ledger as metrics."""
         parts = [RUN_SECONDS.set(seconds, part=part) for part, seconds in self.parts.items()]
         costs = [RESTART_COST_SECONDS.set(cost.seconds, cause=name) for name, cost in self.causes.items()]
         return parts + costs
@@ -273,7 +272,6 @@ class LedgerFile:
             self._first_steps, self._is_start_known = None, False
 
     def finished(self, step: int, now: float) -> None:
-        """Record the number of finished steps."""
         with self._lock:
             if (steps := step - self._periods[-1].last) > 0:
                 self._charge(now)

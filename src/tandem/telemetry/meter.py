@@ -203,16 +203,15 @@ class LogLine:
 class Meter:
     """Phases and throughput of one rank's steps."""
 
-    def __init__(self, warmup_steps: int = WARMUP_STEPS) -> None:
+    def __init__(self) -> None:
         self._closed = Interval()
         self._open = Interval()
         self._warmup = Interval()
-        self._warmup_steps = warmup_steps
 
     def step(self, samples: int, times: StepTimes) -> None:
         """Record a finished step: `samples` of all ranks, and where its time was spent."""
         self._open.add(samples, times)
-        if self._warmup.steps < self._warmup_steps:
+        if self._warmup.steps < WARMUP_STEPS:
             self._warmup.add(samples, times)
 
     def interval(self) -> Interval:
@@ -236,7 +235,7 @@ class Meter:
         # The first steps compile and allocate, so they do not show the speed of the others.
         total = self.total
         warmup = self._warmup
-        if total.steps <= self._warmup_steps:
+        if total.steps <= WARMUP_STEPS:
             return total.samples_per_second
         seconds = total.seconds - warmup.seconds
         return (total.samples - warmup.samples) / seconds if seconds > 0 else 0.0

@@ -224,7 +224,6 @@ class Recorder:
 
     @property
     def step(self) -> int:
-        """The number of finished steps."""
         return self.clock.step
 
     def end_step(self, rate: float) -> None:

@@ -99,7 +99,6 @@ class Spans:
             self._at = (0, now)
 
     def handle(self, message: Message, now: float) -> None:
-        """Process a message of a rank."""
         with self._lock:
             if not self._generation:
                 return  # of a rank that ends
@@ -234,22 +233,18 @@ class OtelFiles:
         self._thread.start()
 
     def started(self, attributes: Mapping[str, object]) -> None:
-        """Begin a generation."""
         if self._spans is not None:
             self._spans.started(self._now(), attributes)
 
     def handle(self, message: Message) -> None:
-        """Process a message of a rank."""
         if self._spans is not None:
             self._spans.handle(message, self._now())
 
     def ended(self) -> None:
-        """End a generation."""
         if self._spans is not None:
             self._spans.ended(self._now())
 
     def event(self, kind: str, fields: Mapping[str, object]) -> None:
-        """Process an event of the agent."""
         if self._spans is not None:
             self._spans.event(kind, fields)
 

@@ -210,7 +210,6 @@ class Stragglers:
         self._pending: PendingGather | None = None
 
     def record(self, times: Sequence[StepTimes]) -> None:
-        """Record the times of steps."""
         self._times += times
 
     def gather(self, exchange: Callable[[list[float]], PendingGather]) -> list[RankTimes]:
@@ -253,7 +252,6 @@ class StragglerWatch:
         self._shares: dict[int, float] = {}
 
     def report(self, ranks: Sequence[RankTimes]) -> Report:
-        """Return the report of one more interval."""
         comparison = compare_ranks(ranks)
         new_straggler = self.update(comparison)
         return Report(

@@ -72,7 +72,6 @@ class ThreadActivity:
 
     @property
     def frame(self) -> FrameType | None:
-        """The current frame of the thread."""
         return sys._current_frames().get(self._thread)
 
     def is_busy(self) -> bool:

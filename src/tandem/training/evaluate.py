@@ -214,7 +214,7 @@ class Evaluation:
         The unwrapped module runs, because ranks may have different numbers of batches.
         """
         self.world.broadcast_buffers(self.model)
-        return self._all_scores()
+        return {begin + name: score for begin, each in self._sets() for name, score in each._scores().items()}
 
     def dry_run(self) -> None:
         """Score a few samples and discard the result, so that an error shows before the first step.
@@ -240,9 +240,6 @@ class Evaluation:
         if not isinstance(self.dataset, Mapping):
             return [("", self)]
         return [(f"{name}/", replace(self, dataset=dataset)) for name, dataset in self.dataset.items()]
-
-    def _all_scores(self) -> dict[str, float]:
-        return {begin + name: score for begin, each in self._sets() for name, score in each._scores().items()}
 
     def _scores(self) -> dict[str, float]:
         sums: dict[str, list[float]] = {}

@@ -18,14 +18,13 @@ from tandem.data.datasets import Datasets
 from tandem.data.kinds import evaluation_batches
 from tandem.data.loader import batch_size_of
 from tandem.data.seeds import seed_model
-from tandem.distributed.dcp import write_dcp
+from tandem.distributed.whole_state import write_dcp
 from tandem.errors import CheckpointError, ConfigError, UnloadableError
 from tandem.tasks.base import TaskWithDefaults, load_task
 from tandem.tasks.build import datasets_of, model_of
 from tandem.tasks.mistakes import kind, mistake
 from tandem.text import one_line
-from tandem.training.loading import check_model
-from tandem.training.train_state import recall
+from tandem.training.train_state import check_model, recall
 from tandem.training.weights import SavedCheckpoint, load_saved, tensors_in
 
 SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt", "dcp": ".dcp"}
@@ -37,7 +36,6 @@ def export(source: str, kind: str, output: Path | None) -> str:
     `source` is RUN, CHECKPOINT, or either with @STEP. Raises ConfigError if there is no such checkpoint, if
     the file already exists, or if safetensors is missing.
     """
-    write = _writers()[kind]
     try:
         saved = load_saved(source)
     except UnloadableError as error:
@@ -48,7 +46,7 @@ def export(source: str, kind: str, output: Path | None) -> str:
         raise ConfigError(f"step {saved.step} in {saved.directory}: {error}") from error
     path = path_for(saved, SUFFIXES[kind], output)
     digest = weights_sha256(weights)
-    write_whole(path, lambda there: write(_apart(weights), there, facts_of(saved, digest)))
+    write_whole(path, lambda there: WRITERS[kind](_apart(weights), there, facts_of(saved, digest)))
     elements = sum(tensor.numel() for tensor in weights.values())
     return (
         f"{path}: step {saved.step:,}, {len(weights)} tensors, {elements:,} numbers, "
@@ -77,17 +75,6 @@ def _apart(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().contiguous().clone() for name, tensor in weights.items()}
 
 
-Write = Callable[[dict[str, Tensor], Path, dict[str, str]], None]
-
-
-def _writers() -> dict[str, Write]:
-    return {
-        "safetensors": _safetensors,
-        "torch": lambda weights, path, _facts: torch.save(weights, path),
-        "dcp": lambda weights, path, _facts: write_dcp(weights, path),
-    }
-
-
 def _size(path: Path) -> int:
     """Return the bytes of a file, or of the files in a directory."""
     return sum(each.stat().st_size for each in ([path] if path.is_file() else path.iterdir()))
@@ -106,6 +93,13 @@ def _safetensors(weights: dict[str, Tensor], path: Path, facts: dict[str, str]) 
         save_file(weights, path, metadata=facts)
     except (SafetensorError, ValueError, KeyError) as error:
         raise ConfigError(f"safetensors cannot store it ({one_line(error)}); use --format torch") from error
+
+
+WRITERS: Mapping[str, Callable[[dict[str, Tensor], Path, dict[str, str]], None]] = {
+    "safetensors": _safetensors,
+    "torch": lambda weights, path, _facts: torch.save(weights, path),
+    "dcp": lambda weights, path, _facts: write_dcp(weights, path),
+}
 
 
 def write_whole(path: Path, write: Callable[[Path], None]) -> None:
@@ -181,7 +175,7 @@ def export_model(
         load_task(settings.run.task, settings.run.task_fields, data.data_dir, data.download)
     )
     task.prepare()
-    datasets = datasets_of(task)
+    datasets = datasets_of(task, settings.run.seed)
     seed_model(settings.run.seed)
     # place() expects as many devices as in training. Here each of them is the CPU.
     model = model_of(task, [torch.device("cpu")] * settings.compute.devices_per_rank)
@@ -212,11 +206,7 @@ def _saver(task: TaskWithDefaults, model: nn.Module) -> Callable[[Path], None]:
     if not callable(save):
         advice = "--format hf needs a transformers-style model; use --format onnx or safetensors"
         raise mistake(task.build_model, f"{kind(model)}, which has no save_pretrained()", advice)
-
-    def write(there: Path) -> None:
-        save(str(there))
-
-    return write
+    return lambda there: save(str(there))
 
 
 def call_of(task: TaskWithDefaults, datasets: Datasets, model: nn.Module) -> ExampleCall:

@@ -112,7 +112,6 @@ def _convolutions_in_tf32() -> bool:
 
 
 def convolves(model: nn.Module) -> bool:
-    """Return whether the model has convolutions."""
     return any(isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) for module in model.modules())
 
 

@@ -7,7 +7,7 @@ all ranks decide the same, without an extra collective. See docs/architecture.md
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ class Guard:
         Called after the last backward pass.
         """
         found = torch.zeros_like(self._one)
-        for gradients in self._gradients_by_type():
+        for gradients in gradients_by_type(self.parameters, self._strategy):
             note_all_nonfinite(gradients, found, self._one)
         return found
 
@@ -78,11 +78,13 @@ class Guard:
             self._show_scaler(found)
             self._scaler.unscale_(self._optimizer)
             clip()
-            if has_its_state(self._optimizer) or not self._overflowed():
+            # A fused optimizer without state must not see a first step that overflows: SGD would keep a
+            # momentum buffer that was never written.
+            if has_its_state(self._optimizer) or not has_overflowed(self._scaler, self._optimizer):
                 self._scaler.step(self._optimizer)
             # This also lowers the scale after an overflow, so it is called even if the step was left out.
             self._scaler.update()
-        elif self._reads_at_once or not self._can_skip_step():
+        elif self._reads_at_once or not can_skip_step(self._optimizer):
             if not found:
                 clip()
                 self.step()
@@ -97,25 +99,11 @@ class Guard:
         if self._keeps_buffers and not (self._reads_at_once and not found):
             self._buffers.put_back(found)
 
-    def _gradients_by_type(self) -> Iterator[list[Tensor]]:
-        return gradients_by_type(self.parameters, self._strategy)
-
     def _show_scaler(self, found: Tensor) -> None:
         """Make a non-finite loss visible in the gradients, which are all that GradScaler checks."""
         # One NaN is enough: GradScaler leaves out the whole step.
-        for gradients in self._gradients_by_type():
+        for gradients in gradients_by_type(self.parameters, self._strategy):
             gradients[0].masked_fill_(found.to(gradients[0].device) > 0, math.nan)
-
-    def _overflowed(self) -> bool:
-        """Return whether unscaling found a value that is not finite.
-
-        A fused optimizer without state must not see such a first step: SGD would keep a momentum buffer that
-        was never written.
-        """
-        return has_overflowed(self._scaler, self._optimizer)
-
-    def _can_skip_step(self) -> bool:
-        return can_skip_step(self._optimizer)
 
 
 def can_skip_step(optimizer: torch.optim.Optimizer) -> bool:
@@ -164,6 +152,7 @@ def note_all_nonfinite(gradients: Sequence[Tensor], found: Tensor, one: Tensor) 
         found.copy_(torch.maximum(found, there.to(found.device)))
 
 
+@dataclass
 class Policy:
     """Decide what a skipped step means for the run. All ranks reach the same decision.
 
@@ -172,18 +161,13 @@ class Policy:
     call it.
     """
 
-    def __init__(
-        self,
-        name: str,
-        is_scaled: Callable[[], bool],
-        recorder: Recorder,
-        culprit: Callable[[int], str | None] = lambda step: None,
-    ) -> None:
-        self._name = name
-        self._is_scaled = is_scaled
-        self._recorder = recorder
-        self._culprit = culprit
-        self._skipped = self._last_step = self._in_a_row = 0
+    name: str
+    is_scaled: Callable[[], bool]
+    recorder: Recorder
+    culprit: Callable[[int], str | None] = lambda step: None
+    _skipped: int = 0
+    _last_step: int = 0
+    _in_a_row: int = 0
 
     def consider(self, consensus: Consensus) -> None:
         """Count a skipped step. Raises NonFiniteError if the run must end."""
@@ -191,17 +175,17 @@ class Policy:
             return
         step = consensus.step + 1
         in_loss = math.isnan(consensus.loss)
-        overflow = self._is_scaled() and not in_loss
+        overflow = self.is_scaled() and not in_loss
         reason = "nonfinite_loss" if in_loss else "amp_overflow" if overflow else "nonfinite_grad"
-        self._recorder.samples(metrics.STEPS_SKIPPED.inc(reason=reason))
+        self.recorder.samples(metrics.STEPS_SKIPPED.inc(reason=reason))
         if overflow:  # GradScaler finds its scale this way, and has just lowered it
             return
         what = f"the loss of step {step} is" if in_loss else f"the gradients of step {step} are"
-        self._recorder.event("nonfinite", step=step, reason=reason, policy=self._name)
-        if self._name != "skip":
+        self.recorder.event("nonfinite", step=step, reason=reason, policy=self.name)
+        if self.name != "skip":
             if in_loss:
-                self._recorder.not_finite()
-            first = self._culprit(consensus.step)
+                self.recorder.not_finite()
+            first = self.culprit(consensus.step)
             named = f" (first: {first})" if first else ""
             raise NonFiniteError(
                 f"{what} not finite{named}; {ADVICE}; checkpoints, if any, are from before this step"

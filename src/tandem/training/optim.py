@@ -226,7 +226,6 @@ def build_optimizer(
 
 
 def has_sparse_gradients(model: nn.Module) -> bool:
-    """Return whether a module has sparse gradients."""
     return any(getattr(module, "sparse", False) is True for module in model.modules())
 
 

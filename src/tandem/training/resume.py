@@ -8,13 +8,13 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tandem.checkpoint.decision import ResumeDecision, nothing_valid, warn_damaged
+from tandem.checkpoint.decision import ResumeDecision, nothing_valid, warn_damaged, warn_none_left
 from tandem.checkpoint.manifest import is_sharded
 from tandem.checkpoint.node_memory import NodeMemory
 from tandem.checkpoint.sharded import read_state
@@ -143,29 +143,16 @@ def begin(
     else:
         read = shards.state if shards else None
         state = read or (broadcast_state(world, state, destinations) if world.size > 1 else state)
-        loaded = _Loaded(state, _own_state_of(world, parts, count, named, own, redistribute))
+        own_state = _own_state_of(world, parts, count, named, own, redistribute)
+        loaded = ResumePoint(step, state, "checkpoint", own=own_state)
     took = metrics.CHECKPOINT_LAST_LOAD_DURATION_SECONDS.set(time.monotonic() - began)
     recorder.samples(metrics.CHECKPOINT_LOADS.inc(), took)
-    return _resume_point(step, loaded, holder is not None, generation, info)
-
-
-def _resume_point(
-    step: int, loaded: "_Loaded", is_from_memory: bool, generation: int, info: Mapping[str, Any]
-) -> ResumePoint:
-    """Combine what this rank has loaded with `info`, which all ranks received."""
-    return ResumePoint(
-        step,
-        loaded.state,
-        loaded.source,
-        is_from_memory,
-        loaded.slot,
-        generation,
+    return replace(
+        loaded,
+        generation=generation,
         scores=_numbers(info.get("eval", {})),
         ended_of=info.get("ended_of", 0),
         data=info.get("data", {}),
-        own=loaded.own,
-        own_slot=loaded.own_slot,
-        held=loaded.held,
         owes_evaluation=bool(info.get("owes_evaluation", False)),
     )
 
@@ -213,18 +200,7 @@ def _best(there: Sequence[_NodeSnapshots], has_own: bool) -> tuple[int, int] | N
     return best
 
 
-class _Loaded(NamedTuple):
-    """A rank's state and its own values; see `ResumePoint`."""
-
-    state: dict[str, Any] | None
-    own: dict[str, Any]
-    source: str = "checkpoint"
-    slot: int | None = None
-    own_slot: int | None = None
-    held: SlotsToKeep = SlotsToKeep()
-
-
-def _shards_from_memory(world: ProcessGroup, grant: Grant, where: ShardMap, step: int) -> _Loaded:
+def _shards_from_memory(world: ProcessGroup, grant: Grant, where: ShardMap, step: int) -> ResumePoint:
     """Return this rank's part of the snapshot of `step`, once all ranks have received missing parts."""
     state = where.state_at(step)
     held = where.held(world.rank, state)
@@ -236,7 +212,7 @@ def _shards_from_memory(world: ProcessGroup, grant: Grant, where: ShardMap, step
         log.info("resuming from step %s (in-memory snapshot%s)", f"{step:,}", f", {source}" if nodes else "")
     if held.own is None:
         held = held._replace(own=own_slot)
-    return _Loaded(mine, {}, source, None, own_slot, held)
+    return ResumePoint(step, mine, source, is_from_memory=True, own_slot=own_slot, held=held)
 
 
 def _from_memory(
@@ -247,7 +223,7 @@ def _from_memory(
     step: int,
     destinations: Mapping[str, Tensor],
     own_slot: int | None,
-) -> _Loaded:
+) -> ResumePoint:
     """Return the snapshot of `step` from rank `holder`, and each rank's own values from its memory."""
     own = grant.own_memories(world.position.local_rank)
     mine = {} if own_slot is None else read_slot(own, step, own_slot).state
@@ -257,7 +233,8 @@ def _from_memory(
         where = "" if node is None else f" of node {node}"
         log.info("resuming from step %s (in-memory snapshot%s)", f"{step:,}", where)
     source = "memory of this node" if node is None else f"memory of node {node}"
-    return _Loaded(state, mine.get(PER_RANK, {}), source, slot, own_slot)
+    own_state = mine.get(PER_RANK, {})
+    return ResumePoint(step, state, source, is_from_memory=True, slot=slot, own=own_state, own_slot=own_slot)
 
 
 def _shared_snapshot(
@@ -379,11 +356,12 @@ def _newest(
     4. step 0, unless the decision requires a checkpoint, or one that is here cannot be loaded
     """
     unloadable = list[str]()
+    had_some = bool(store.steps())
 
     def cannot_load(step: int, problem: str) -> None:
         unloadable.append(f"step {step}: {problem}")
         log.warning(
-            "checkpoint step %d is intact but cannot be loaded (%s): falling back to the previous one",
+            "checkpoint step %d is intact but cannot be loaded (%s): trying the one before it",
             step,
             problem,
         )
@@ -420,6 +398,8 @@ def _newest(
         )
     if decision.needed:
         raise ConfigError(nothing_valid(store.directory))
+    if had_some:
+        warn_none_left(store.directory)
     return _Found(0)
 
 

@@ -5,6 +5,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
@@ -13,10 +14,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from tandem.checkpoint.retention import Retention
-from tandem.checkpoint.sharded_writer import ShardedWriter
 from tandem.checkpoint.snapshot import OF, PER_RANK, Snapshots
 from tandem.checkpoint.state import flatten
-from tandem.checkpoint.writer import FAILURES_ALLOWED, CheckpointWriter, PendingScores
+from tandem.checkpoint.writer import FAILURES_ALLOWED, CheckpointWriter, ShardedWriter
 from tandem.config.slices import CheckpointConfig
 from tandem.distributed.group import ProcessGroup
 from tandem.distributed.group_store import StoreNotices
@@ -124,7 +124,8 @@ class Saver:
         position = facts.world.position
         shared = grant.shared_memories
         self._begun: int | None = None
-        self._scores = PendingScores()
+        self._scores: Future[Mapping[str, float]] = Future()
+        """Not known yet when a save begins; its thread waits for them."""
         nodes_here = max(1, position.ranks_on_host // position.local_world_size)
         local_rank = position.local_rank
         shared = () if has_shards else shared
@@ -156,7 +157,7 @@ class Saver:
         state = self._source.local_state() if self._has_shards else self._source.full_state()
         state = {**state, **self._source.checkpoint_extras(self._recorder, step)}
         self._begun = step
-        self._scores = PendingScores()
+        self._scores = Future()
         if self.writes:
             # The writer calls the lambda later, when `self._scores` may belong to the next save. That save
             # waits for this one, so the two would wait for each other.
@@ -164,11 +165,12 @@ class Saver:
             self._writer.save(
                 step,
                 {**state, "step": step},
-                lambda: manifest_info(self._facts, step, scores.value(), self.is_end, self._is_cut_off),
+                lambda: manifest_info(self._facts, step, scores.result(), self.is_end, self._is_cut_off),
             )
 
     def _complete(self, scores: Mapping[str, float]) -> None:
-        self._scores.give(scores)
+        if not self._scores.done():
+            self._scores.set_result(scores)
         self._begun = None
 
     @property

@@ -13,28 +13,12 @@ from torch import Tensor, nn
 from tandem.config.slices import ComputeConfig, OptimizationConfig
 from tandem.data.loader import batch_size_of
 from tandem.data.seeds import seed_micro_step
-from tandem.distributed.consensus import (
-    LOSS,
-    SLOTS,
-    Consensus,
-    ConsensusReader,
-    is_skipped,
-    proposal_slots,
-)
+from tandem.distributed.consensus import LOSS, SLOTS, Consensus, ConsensusReader, is_skipped, proposal_slots
 from tandem.distributed.group import CollectiveObserver, ProcessGroup
 from tandem.distributed.strategy import Strategy, waits_inside
 from tandem.errors import NonFiniteError
 from tandem.tasks.base import TaskWithDefaults
-from tandem.tasks.mistakes import (
-    Sums,
-    at,
-    check_batch,
-    check_sums,
-    kind,
-    loss_and_sums,
-    mistake,
-    weight_of,
-)
+from tandem.tasks.mistakes import Sums, at, check_batch, check_sums, kind, loss_and_sums, mistake, weight_of
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.meter import Costs, DeviceMemory, Readings
 from tandem.telemetry.recorder import Recorder
@@ -43,7 +27,7 @@ from tandem.training.flops import convolves, flops_of, peak_flops
 from tandem.training.nonfinite import Guard, culprit
 from tandem.training.optim import Clipping, takes_closure, trained_by
 from tandem.training.precision import autocast
-from tandem.training.replay import ReplayCheck, check_possible
+from tandem.training.rank_checks import ReplayCheck, check_possible
 
 SMALLEST_WEIGHT = 1e-12
 """With this minimum, a step in which nothing counts changes nothing instead of dividing by zero."""
@@ -243,7 +227,9 @@ class TrainStep:
                 self._strategy.check_gradients()
         self._module.train()
         is_told = self.is_restarted and known.devices == self._world.size
-        device_flops = 0.0 if is_told else self._peak()
+        device_flops = 0.0
+        if not is_told:
+            device_flops = peak_flops(self._world.device, self._precision, convolves(self._model))
         # The time of this dry step, including compilation, does not belong to the first real step.
         self.clock.pause()
         self.clock.begin_step()
@@ -269,9 +255,6 @@ class TrainStep:
 
         with torch.no_grad(), CollectiveObserver(meet):
             self._module.outcome(batch, self._model)
-
-    def _peak(self) -> float:
-        return peak_flops(self._world.device, self._precision, convolves(self._model))
 
     def _count(self, batch: Any) -> tuple[float, tuple[str, ...]]:
         """Return the FLOPs per sample of the first micro-batch, forward and backward, and the sums' names."""
@@ -366,11 +349,7 @@ class TrainStep:
         return self._reader.drain()
 
     def _accumulate(
-        self,
-        micro_batches: Sequence[Any],
-        step: int,
-        proposal: Proposal,
-        replay: ReplayCheck | None = None,
+        self, micro_batches: Sequence[Any], step: int, proposal: Proposal, replay: ReplayCheck | None = None
     ) -> None:
         device = self._world.device
         # Drop gradients here, not after the previous step, so that they can be inspected until now. With
@@ -424,10 +403,7 @@ class TrainStep:
 
 
 def check_closure(
-    task: TaskWithDefaults,
-    optimizer: torch.optim.Optimizer,
-    strategy: Strategy,
-    scaler: torch.amp.GradScaler,
+    task: TaskWithDefaults, optimizer: torch.optim.Optimizer, strategy: Strategy, scaler: torch.amp.GradScaler
 ) -> None:
     """Raise ConfigError for settings that do not work with an optimizer whose step takes a closure."""
     got = f"{kind(optimizer)}, whose step takes a closure"

@@ -1,9 +1,10 @@
 """Build the task, data, model and optimizer, and define the checkpoint: all that the next step needs."""
 
 import logging
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tandem.checkpoint.state import flatten
@@ -15,6 +16,7 @@ from tandem.data.source import BatchReader
 from tandem.distributed import strategy as strategies
 from tandem.distributed.devices import cores_of
 from tandem.distributed.group import ProcessGroup
+from tandem.distributed.strategy import Strategy
 from tandem.errors import ConfigError
 from tandem.log import pluralize
 from tandem.tasks.base import TaskWithDefaults, load_task
@@ -22,10 +24,9 @@ from tandem.tasks.build import answer_of, check_methods, datasets_of, model_of, 
 from tandem.telemetry.clock import Clock
 from tandem.telemetry.recorder import Recorder
 from tandem.torch_private import compile_deterministically
-from tandem.training.buffers import has_saved_buffers, materialize
-from tandem.training.loading import load_state
+from tandem.training.buffers import adopt_buffers, has_saved_buffers, is_lazy, materialize
 from tandem.training.nonfinite import Policy
-from tandem.training.optim import Schedule, build_optimizer, groups_of
+from tandem.training.optim import Schedule, build_optimizer, check_groups, groups_of
 from tandem.training.precision import lay_out
 from tandem.training.resume import ResumePoint
 from tandem.training.step import TrainStep
@@ -107,7 +108,7 @@ class TrainState:
         world.once_per_node(self.task.prepare)
         check_methods(self.task)
         self.task_state = TaskState(self.task, world)
-        self.datasets = datasets_of(self.task)
+        self.datasets = datasets_of(self.task, run.seed)
         loading = world.device, world.gather, cores_of(world.position)
         self._reader = BatchReader(data, run.seed, world.rank, world.size, self.task.collate, *loading)
         self.data = training_data(
@@ -292,10 +293,7 @@ def check_uneven(shares: str, sync_batchnorm: bool) -> None:
 
     `shares` is the flag that shards the parameters, if any.
     """
-    for flag, is_set in (
-        (shares, shares != ""),
-        ("--sync-batchnorm", sync_batchnorm),
-    ):
+    for flag, is_set in ((shares, shares != ""), ("--sync-batchnorm", sync_batchnorm)):
         if is_set:
             raise ConfigError(
                 f"{flag} does not work with a dataset that has of_rank(), because its parts may end early"
@@ -330,7 +328,6 @@ def check_freezing(shares: str, compression: str) -> None:
 
 
 def parameter_names(model: nn.Module) -> frozenset[str]:
-    """Return all names in `model.state_dict()` that are parameters."""
     return frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
 
 
@@ -348,3 +345,99 @@ def indices_outside(state: Mapping[str, Any], names: Set[str]) -> frozenset[int]
             own.update(range(index, index + count))
         index += count
     return frozenset(own)
+
+
+# Compare a checkpoint with the model, then load its state: model, optimizer, schedule.
+
+KERNELS = ("fused", "foreach", "capturable")
+"""Entries of an optimizer's group that select a kernel and do not change the result."""
+# torch stores the result of a module's get_extra_state() under this name.
+EXTRA = "_extra_state"
+
+
+def check_shapes(model_state: Mapping[str, Any], saved_state: Mapping[str, Any]) -> None:
+    """Raise ConfigError naming the first tensor that differs between a model's state and a checkpoint's.
+
+    The result of a module's get_extra_state() may change its shape.
+    """
+    for name in sorted({*model_state, *saved_state}):
+        if name in saved_state and is_lazy(model_state.get(name)):
+            continue  # it gets its shape when it is loaded
+        here = tuple(getattr(model_state[name], "shape", ())) if name in model_state else "missing"
+        there = tuple(getattr(saved_state[name], "shape", ())) if name in saved_state else "missing"
+        is_extra = name.rpartition(".")[2] == EXTRA and name in model_state and name in saved_state
+        if here != there and not is_extra:
+            raise ConfigError(
+                f"the checkpoint is from a different model: {name} is {there} in it but {here} here; "
+                "use another --run-dir or --resume never"
+            )
+
+
+def check_model(model: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Call `check_shapes` with an error for verbs that build a task's model for a checkpoint."""
+    adopt_buffers(model, weights)
+    try:
+        check_shapes(model.state_dict(), weights)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{str(error).partition(';')[0]}; use the task and fields it was trained with"
+        ) from error
+
+
+def load_state(
+    state: Mapping[str, Any],
+    strategy: Strategy,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: Schedule,
+    named: Mapping[str, Any],
+) -> None:
+    """Load a checkpoint's state. `named`: the optimizer's groups from `groups_of`.
+
+    The optimizer's numbers (weight decay, momentum) come from the settings, which may have changed, unless
+    the task built the optimizer or has its own scheduler. Raises ConfigError for another model or other
+    groups; the checkpoint is left untouched.
+    """
+    theirs = state["model"]
+    # Buffers that a forward pass resized take the saved shape first, or they would be refused. No value is
+    # loaded before everything has been compared.
+    adopt_buffers(model, theirs)
+    check_shapes(model.state_dict(), theirs)
+    check_groups("optimizer", state["optimizer"], state.get("groups"), optimizer, named)
+    strategy.load_model(model, theirs)
+    # Loading replaces the values of the groups, which the settings may override below.
+    groups = [dict(group) for group in optimizer.param_groups]
+    strategy.load_optimizer(optimizer, state["optimizer"])
+    if schedule.is_by_settings:
+        for group, ours in zip(optimizer.param_groups, groups, strict=True):
+            group.update({name: value for name, value in ours.items() if name != "params"})
+    on_their_devices(optimizer, groups)
+    schedule.load(state["schedule"], int(state["step"]))
+
+
+def on_their_devices(optimizer: torch.optim.Optimizer, before: Sequence[Mapping[str, Any]]) -> None:
+    """Select this device's kernels, wherever the checkpoint comes from, and move step counters to match.
+
+    `before`: the groups as the optimizer was built. Adam counts steps on the host, but with fused or
+    capturable on its device; `load_state_dict` follows the saved state instead.
+    """
+    for group, ours in zip(optimizer.param_groups, before, strict=True):
+        group.update({name: ours[name] for name in KERNELS if name in ours})
+        on_device = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[name] = _moved_like(parameter, name, value, bool(on_device))
+
+
+def _moved_like(
+    parameter: torch.Tensor, name: str, value: torch.Tensor, steps_on_device: bool
+) -> torch.Tensor:
+    """Return a tensor of an optimizer's state on the device and in the layout that its kernels expect."""
+    if name == "step":
+        return value.to(parameter.device, torch.float32) if steps_on_device else value
+    # A run with another --channels-last has saved its state with other strides.
+    if value.shape == parameter.shape and value.stride() != parameter.stride():
+        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+    return value

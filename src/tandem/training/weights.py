@@ -98,7 +98,6 @@ class SavedCheckpoint(NamedTuple):
 
     @property
     def epoch_steps(self) -> int:
-        """The number of steps per epoch of its run."""
         return max(1, self.info.get("steps_per_epoch") or 1)
 
     @property

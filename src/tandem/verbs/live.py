@@ -34,7 +34,7 @@ def _print(result: Mapping[str, Any], as_json: bool, text: Callable[[Mapping[str
 
 def stacks(options: "Namespace", environ: Environment) -> int:
     """Print where every rank is; return 1 if one gave no stack."""
-    from tandem.report.inspected import stacks_text
+    from tandem.report.inspection import stacks_text
 
     result = _ask(options, "stacks", {"native": 1} if options.native else {})
     return _print(result, options.json, lambda found: stacks_text(found, options.all_threads))
@@ -50,7 +50,7 @@ def stacks_options(parser: "Parser") -> None:
 
 def profile(options: "Namespace", environ: Environment) -> int:
     """Record the next steps of all ranks, and print where the trace is; return 1 if a rank gave none."""
-    from tandem.report.inspected import profile_text
+    from tandem.report.inspection import profile_text
 
     result = _ask(options, "profile", {"steps": options.steps})
     return _print(result, options.json, profile_text)
@@ -66,7 +66,7 @@ def profile_options(parser: "Parser") -> None:
 
 def memory(options: "Namespace", environ: Environment) -> int:
     """Print what uses the memory of every rank; return 1 if a rank did not answer."""
-    from tandem.report.inspected import memory_text
+    from tandem.report.inspection import memory_text
 
     result = _ask(options, "memory", {"seconds": options.seconds})
     return _print(result, options.json, memory_text)
@@ -90,20 +90,17 @@ VERBS: Mapping[str, Verb] = {
         "RUN_DIR [--all-threads] [--native] [--json]",
         "show where every rank of a running run is: file and line",
         stacks_options,
-        takes_settings=False,
     ),
     "profile": Verb(
         profile,
         "RUN_DIR [--steps N] [--json]",
         "record the next steps of all ranks of a running run in one trace",
         profile_options,
-        takes_settings=False,
     ),
     "memory": Verb(
         memory,
         "RUN_DIR [--seconds N] [--json]",
         "show what the memory of every rank of a running run holds",
         memory_options,
-        takes_settings=False,
     ),
 }

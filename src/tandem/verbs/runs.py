@@ -5,6 +5,7 @@ Like `cli`, which collects the verbs, this module imports what it needs when a v
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -108,8 +109,8 @@ def page(options: "Namespace", environ: Environment) -> int:
     """Serve the reports of runs until Ctrl-C."""
     from tandem.config.address import secrets_in
     from tandem.config.slices import MetricsConfig
-    from tandem.report.access import load_access
     from tandem.report.report import ReportServer, runs_in
+    from tandem.report.web import load_access
     from tandem.signals import StopFlag
 
     access = load_access(MetricsConfig(metrics_token_file=options.token_file))
@@ -151,7 +152,7 @@ def track(options: "Namespace", environ: Environment) -> int:
     from tandem.config.address import secrets_in
     from tandem.log import printable
     from tandem.report import otel, tracking
-    from tandem.report.otel_variables import OTEL
+    from tandem.report.otel import OTEL
     from tandem.report.tracking import check_tracker
     from tandem.run.directory import RunDir
 
@@ -191,7 +192,7 @@ def track(options: "Namespace", environ: Environment) -> int:
 
 
 def track_options(parser: "Parser") -> None:
-    from tandem.report.otel_variables import OTEL
+    from tandem.report.otel import OTEL
     from tandem.report.tracking import TRACKERS
 
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory")
@@ -203,11 +204,16 @@ def track_options(parser: "Parser") -> None:
 def runs(options: "Namespace", environ: Environment) -> int:
     """List runs, without torch; with --clean, remove those that left nothing."""
     from tandem.log import printable
-    from tandem.report.runs import as_json, clean, find_runs, table
+    from tandem.paths import volume_time
+    from tandem.report.runs import as_json, clean, find_runs, table, unreadable
 
     if options.goodput and (options.clean or options.dry_run):
         raise ConfigError("--goodput shows runs and --clean removes them; type two commands")
-    found, removed = find_runs(options.folder), list[dict[str, object]]()
+    now = None
+    if options.clean or options.dry_run:
+        with suppress(OSError):  # reported by `find_runs`, or by the removal
+            now = volume_time(options.folder)
+    found, removed = find_runs(options.folder, now), list[dict[str, object]]()
     if options.clean or options.dry_run:
         done = "would remove" if options.dry_run else "removed"
         for row in clean(found, options.dry_run):
@@ -227,6 +233,11 @@ def runs(options: "Namespace", environ: Environment) -> int:
         print_json({**as_json(found, options.folder), "removed": removed, "dry_run": options.dry_run})
     else:
         print(table(found, options.folder))
+    # Runs are private to their user, so those of a colleague look like no run at all.
+    if hidden := unreadable(options.folder):
+        names = f"{', '.join(hidden[:8])}{', ...' if len(hidden) > 8 else ''}"
+        line = f"not listed, because this user may not read them: {names}; ask their owner for access"
+        print(printable(line, LONGEST_LINE), file=sys.stderr)
     return FINISHED
 
 
@@ -332,42 +343,33 @@ VERBS: Mapping[str, Verb] = {
         "ls|verify|prune RUN_DIR [--json]",
         "list, verify or prune a run's checkpoints",
         checkpoints_options,
-        takes_settings=False,
     ),
     "report": Verb(
         report,
         "RUN_DIR [--compare RUN_DIR...]",
         "write an HTML report of one run, or of several side by side",
         report_options,
-        takes_settings=False,
     ),
     "page": Verb(
-        page,
-        "[RUN_DIR...] [--port PORT]",
-        "serve the pages of the runs in a directory",
-        page_options,
-        takes_settings=False,
+        page, "[RUN_DIR...] [--port PORT]", "serve the pages of the runs in a directory", page_options
     ),
     "track": Verb(
         track,
         "RUN_DIR [--tracker mlflow|wandb|otel]",
         "upload a run, or the missing part of it, to MLflow, W&B or OpenTelemetry",
         track_options,
-        takes_settings=False,
     ),
     "runs": Verb(
         runs,
         "[DIR] [--json] [--goodput] [--clean] [--dry-run]",
         "list runs: state, score, age and size",
         runs_options,
-        takes_settings=False,
     ),
     "kill": Verb(
         kill,
         "RUN_DIR --rank N [--signal NAME]",
         "send a signal to one rank or node of a local run (fault injection)",
         kill_options,
-        takes_settings=False,
     ),
     "eval": Verb(
         evaluate,

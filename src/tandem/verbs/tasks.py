@@ -249,14 +249,12 @@ VERBS: Mapping[str, Verb] = {
         "[--run-dir PATH]",
         "train on two simulated nodes, kill a rank, and watch the recovery",
         demo_options,
-        takes_settings=False,
     ),
     "init": Verb(
         init,
         "DIR [--kubernetes KIND]",
         "create a project: task, test, image, Compose and Kubernetes files",
         init_options,
-        takes_settings=False,
     ),
     "check": Verb(
         check,
@@ -271,9 +269,6 @@ VERBS: Mapping[str, Verb] = {
         verify_resume_options,
     ),
     "bench": Verb(
-        bench,
-        "[--compare A,B] [settings]",
-        "compare strategies: speed, memory and loss",
-        bench_options,
+        bench, "[--compare A,B] [settings]", "compare strategies: speed, memory and loss", bench_options
     ),
 }

@@ -42,4 +42,8 @@ class Verb(NamedTuple):
     usage: str
     summary: str
     add_options: "Callable[[Parser], None] | None" = None
-    takes_settings: bool = True
+
+    @property
+    def takes_settings(self) -> bool:
+        """Whether it takes the settings of a run as flags."""
+        return "[settings]" in self.usage

@@ -19,10 +19,20 @@ from tandem.errors import FAILED, FINISHED, RunFailedError
 from tandem.log import pluralize
 from tandem.signals import StopFlag
 from tandem.verify import audit_logs
-from tandem.verify.audit_compare import TOO_NOISY, Difference, Reference, RunOutputs, damaged
-from tandem.verify.audit_kinds import KINDS, AuditFinding, distinct, from_logs, from_names
-from tandem.verify.audit_runner import Audited, AuditedRun, AuditProgress, Popen, launched, succeeded
-from tandem.verify.audit_steps import Alignment, Baseline, Step, align, read_steps
+from tandem.verify.audit_compare import TOO_NOISY, Reference, RunOutputs, damaged
+from tandem.verify.audit_findings import (
+    KINDS,
+    Alignment,
+    AuditFinding,
+    Baseline,
+    Step,
+    align,
+    distinct,
+    from_logs,
+    from_names,
+    read_steps,
+)
+from tandem.verify.audit_runner import Audited, AuditedRun, AuditProgress, launched, succeeded
 from tandem.work.base import run_failed
 
 KILLS = 3
@@ -50,7 +60,6 @@ class AuditOptions:
     outputs: Sequence[str] = ()
     log: re.Pattern[str] | None = None
     kill_rank: bool = False
-    popen: Popen | None = None
 
 
 @dataclass
@@ -102,7 +111,6 @@ class AuditVerdict:
         return FINISHED if self.verdict in (EXACT, NOISE) else FAILED
 
     def lines(self) -> list[str]:
-        """Return the end of the report."""
         found = [f"verdict: {self.verdict}{'; ' if self.why else ''}{self.why or ''}"]
         for finding, count in self.kinds:
             where = f" (rank {finding.rank})" if finding.rank else ""
@@ -145,43 +153,41 @@ def audit(asked: AuditOptions, environ: Mapping[str, str], stop: StopFlag, say: 
     with tempfile.TemporaryDirectory(prefix="tandem-audit-") as folder:
         command = launched(asked.command, asked.launcher, asked.nproc)
         audited = Audited(command, Path.cwd(), environ, Path(folder))
-        if asked.popen is not None:
-            audited = Audited(command, Path.cwd(), environ, Path(folder), asked.popen)
         found = Audit(asked, audited, stop, say).run(random.Random())
         for line in found.lines():
             say(line)
         return found
 
 
+@dataclass
 class Audit:
     """The runs of one audit, and their outputs."""
 
-    def __init__(self, asked: AuditOptions, audited: Audited, stop: StopFlag, say: Say) -> None:
-        self._asked = asked
-        self._audited = audited
-        self._stop = stop
-        self._say = say
-        self._runs = 0
+    asked: AuditOptions
+    audited: Audited
+    stop: StopFlag
+    say: Say
+    _runs: int = 0
 
     def run(self, chance: random.Random) -> AuditVerdict:
-        """Do all runs, and return the verdict."""
-        what = f"{self._asked.kills} killed run{'s' * (self._asked.kills != 1)}"
-        self._say(f"verify-resume: {' '.join(self._asked.command)}, 2 uninterrupted runs, {what}")
+        what = pluralize(self.asked.kills, "killed run")
+        self.say(f"verify-resume: {' '.join(self.asked.command)}, 2 uninterrupted runs, {what}")
         one, progress = self._uninterrupted()
         other, _ = self._uninterrupted()
         left = self._leftovers(one)
         reference = Reference(left, self._leftovers(other))
+        again = _steps(other)
         self._baselines = {
-            rank: Baseline(steps, again) for rank, (steps, again) in _both(_steps(one), _steps(other)).items()
+            rank: Baseline(steps, again[rank]) for rank, steps in _steps(one).items() if rank in again
         }
-        self._say(f"uninterrupted: {self._described(reference, left, progress)}")
+        self.say(f"uninterrupted: {self._described(reference, left, progress)}")
         if not reference.count and not left.logs:
             return AuditVerdict(UNJUDGED, self._nothing_to_compare(), [])
         trials = []
-        for number in range(self._asked.kills):
+        for number in range(self.asked.kills):
             trial = self._trial(reference, left, progress, chance, kills=1 + number % 2)
             trials.append(trial)
-            self._say(f"trial {number + 1} of {self._asked.kills}: {trial}")
+            self.say(f"trial {number + 1} of {self.asked.kills}: {trial}")
         return judged(trials, reference)
 
     def _described(self, reference: Reference, left: RunOutputs, progress: AuditProgress) -> str:
@@ -196,7 +202,7 @@ class Audit:
         return f"{steps}{reference.count} values in files, {logged} logged numbers; {same}"
 
     def _nothing_to_compare(self) -> str:
-        where = "in the directory for {work}" if self._audited.has_placeholder else "in its directory"
+        where = "in the directory for {work}" if self.audited.has_placeholder else "in its directory"
         return (
             f"the program leaves no tensors and no numbers {where}; write {{work}} into the command where it "
             "has its output directory, or give --log with a pattern for its output"
@@ -204,11 +210,11 @@ class Audit:
 
     def _uninterrupted(self) -> tuple[AuditedRun, AuditProgress]:
         self._runs += 1
-        with AuditedRun(self._audited, self._runs) as run:
-            progress = run.finish(self._stop)
+        with AuditedRun(self.audited, self._runs) as run:
+            progress = run.finish(self.stop)
         if not succeeded(run):
             # Users know the program's files by their names in the copied directory.
-            text = run.outputs()[-1].read_text(errors="replace").replace(f"{self._audited.work}/", "")
+            text = run.outputs()[-1].read_text(errors="replace").replace(f"{self.audited.work}/", "")
             lines = text.splitlines()
             raise run_failed(run.codes[-1], lines)
         return run, progress
@@ -222,19 +228,19 @@ class Audit:
         kills: int,
     ) -> AuditTrial:
         """Do one killed run and compare it. Raises RunFailedError if the program always ends first."""
-        one = chance if self._asked.kill_rank else None
+        one = chance if self.asked.kill_rank else None
         for attempt in range(TRIES):
             self._runs += 1
             before: dict[str, dict[float, float]] = {}
-            with AuditedRun(self._audited, self._runs) as run:
+            with AuditedRun(self.audited, self._runs) as run:
                 for _ in range(kills):
                     # The first share of steps leaves time until a short program ends.
-                    if not run.kill(progress, chance.uniform(0, 0.9) / (attempt + 1), self._stop, one):
+                    if not run.kill(progress, chance.uniform(0, 0.9) / (attempt + 1), self.stop, one):
                         break
-                    _overlay(before, self._logs(run, self._audited.work))
+                    _overlay(before, self._logs(run, self.audited.work))
                 else:
-                    run.resume(progress, self._stop)
-                torn = [] if succeeded(run) else damaged(self._audited.work, run.changed())
+                    run.resume(progress, self.stop)
+                torn = [] if succeeded(run) else damaged(self.audited.work, run.changed())
             if run.killed_at:
                 return self._judged(run, reference, left, before, torn)
         raise RunFailedError(
@@ -272,17 +278,12 @@ class Audit:
         certain = [each for each in aligned.findings if each.kind in ("skipped", "repeated", "fewer-steps")]
         if difference:
             trial.difference = str(difference)
-            trial.findings = distinct(aligned.findings) or self._from_outputs(difference, left, killed)
+            by_name = from_names(difference.tensors, difference.equal)
+            trial.findings = distinct(aligned.findings) or by_name or from_logs(left.logs, killed.logs)
         elif trial.is_noisy and certain:
             trial.difference = "other steps than in the uninterrupted runs"
             trial.findings = distinct(certain)
         return trial
-
-    def _from_outputs(
-        self, difference: Difference, left: RunOutputs, killed: RunOutputs
-    ) -> list[AuditFinding]:
-        found = from_names(difference.tensors, difference.equal)
-        return found or from_logs(left.logs, killed.logs)
 
     def _aligned(self, run: AuditedRun) -> Alignment:
         """Align each rank; the findings of rank 0 come first."""
@@ -303,14 +304,14 @@ class Audit:
         return RunOutputs(run.folder, self._compared(run), series)
 
     def _compared(self, run: AuditedRun) -> list[PurePath]:
-        patterns = self._asked.outputs
+        patterns = self.asked.outputs
         return [
             path for path in run.changed() if not patterns or any(fnmatch(str(path), p) for p in patterns)
         ]
 
     def _logs(self, run: AuditedRun, folder: Path) -> dict[str, dict[float, float]]:
-        logs = audit_logs.read_logs(folder, self._compared(run), self._asked.log)
-        pattern = self._asked.log
+        logs = audit_logs.read_logs(folder, self._compared(run), self.asked.log)
+        pattern = self.asked.log
         for path in run.outputs():
             raw = path.read_bytes()
             rows = audit_logs.json_lines(raw) if pattern is None else audit_logs.lines_like(raw, pattern)
@@ -354,12 +355,6 @@ def _steps(run: AuditedRun) -> dict[int, list[Step]]:
     """Return {rank: steps} of an uninterrupted run."""
     processes = read_steps(run.steps()[-1])
     return {rank: [step for steps in each for step in steps] for rank, each in processes.items()}
-
-
-def _both(
-    one: Mapping[int, list[Step]], other: Mapping[int, list[Step]]
-) -> dict[int, tuple[list[Step], list[Step]]]:
-    return {rank: (steps, other[rank]) for rank, steps in one.items() if rank in other}
 
 
 def _overlay(series: dict[str, dict[float, float]], newer: Mapping[str, Mapping[float, float]]) -> None:

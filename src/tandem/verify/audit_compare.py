@@ -46,7 +46,6 @@ class Difference:
     logs: list[tuple[float, str, float | None, float]] = field(default_factory=list)
     """(step, name, value or None if it is missing, the baseline's value): the first of each name."""
     within_noise: int = 0
-    logged: int = 0
     lost: int = 0
     """Numbers missing in the middle of a log: the kill came before they were written."""
 
@@ -149,8 +148,8 @@ class Reference:
             for step in sorted(series):
                 before, now = series[step], theirs.get(step)
                 if now is not None and is_same(before, now):
-                    found.logged += 1
-                elif now is not None and self._is_noise(name, before, now):
+                    continue
+                if now is not None and self._is_noise(name, before, now):
                     found.within_noise += 1
                 elif now is None and step < max(theirs, default=step):
                     found.lost += step in self._other.logs.get(name, {})

@@ -57,8 +57,10 @@ def read(path: Path) -> dict[str, Leaf]:
             return _dcp(path.parent)
         if path.suffix == SAFETENSORS:
             return dict(_safetensors(path))
-        if path.suffix in NUMPY:
-            with np.load(path, allow_pickle=False) if path.suffix == ".npz" else _one_array(path) as arrays:
+        if path.suffix == ".npy":
+            return {"": torch.from_numpy(np.array(np.load(path, allow_pickle=False)))}
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as arrays:
                 return {name: torch.from_numpy(np.array(arrays[name])) for name in arrays}
         return dict(leaves(_torch(path)))
     except UnreadableError:
@@ -66,17 +68,6 @@ def read(path: Path) -> dict[str, Leaf]:
     # A reader may raise any error for a damaged file.
     except Exception as error:
         raise UnreadableError(f"{path.name}: {one_line(error)}") from error
-
-
-class _one_array(dict[str, Any]):
-    def __init__(self, path: Path) -> None:
-        super().__init__({"": np.load(path, allow_pickle=False)})
-
-    def __enter__(self) -> "_one_array":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 def leaves(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Leaf]]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from tandem.errors import FINISHED, ConfigError, StoppedError
 from tandem.launch.simulated import stop_with_parent
-from tandem.process import below, send
+from tandem.process import below, send, stat_of
 from tandem.signals import StopFlag
 from tandem.timeouts import AUDIT_POLL_SECONDS, RANK_KILLED_SECONDS, SHORTEST_RESTART_SECONDS
 from tandem.verify import audit_observer
@@ -187,11 +187,9 @@ class AuditedRun:
         return self.audited.folder / f"run-{self.number}"
 
     def outputs(self) -> list[Path]:
-        """Return the files with the output of each start."""
         return [self.audited.folder / f"run-{self.number}-{start}.out" for start in range(self._starts)]
 
     def steps(self) -> list[Path]:
-        """Return the directories with the steps of each start."""
         return [self.audited.folder / f"run-{self.number}-{start}.steps" for start in range(self._starts)]
 
     def changed(self) -> list[PurePath]:
@@ -319,7 +317,7 @@ class AuditedRun:
 def _is_rank(pid: int) -> bool:
     """Return whether a launcher started this process as a rank: RANK is set here, but not in its parent."""
     try:
-        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        parent = int(stat_of(pid)[1])
         has = [b"\0RANK=" in b"\0" + Path(f"/proc/{each}/environ").read_bytes() for each in (pid, parent)]
     except (OSError, ValueError, IndexError):
         return False

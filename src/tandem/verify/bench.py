@@ -9,7 +9,6 @@ import json
 import platform
 import re
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -123,11 +122,7 @@ def modes_of(names: Sequence[str], settings: Settings, gpus: int) -> list[Mode]:
 
 
 def compare(
-    settings: Settings,
-    arguments: Sequence[str],
-    environ: Mapping[str, str],
-    options: BenchOptions,
-    say: Say,
+    settings: Settings, arguments: Sequence[str], environ: Mapping[str, str], options: BenchOptions, say: Say
 ) -> tuple[int, dict[str, Any]]:
     """Run all modes and print a table; return (0, or 1 if a run failed; all values).
 
@@ -187,7 +182,6 @@ def _run(
     flags: dict[str, object] = {
         "--strategy": mode.name,
         "--nproc": mode.ranks,
-        "--run-dir": run_dir,
         "--steps": steps,
         # About ten losses for each strategy, at the same steps, to compare them one by one.
         "--log-every": max(1, steps // LOG_LINES),
@@ -197,15 +191,9 @@ def _run(
         "--resume": "never",
         "--max-restarts": 0,
         "--metrics": 0,
-        "--metrics-linger": 0,
-        "--progress": "off",
-        # `work.base.last_error` finds the reason of a failed run in lines of text.
-        "--log-format": "text",
     }
-    words = [str(word) for pair in flags.items() for word in pair]
     peaks: dict[int, int] = {}
-    # The flags of the comparison come last, because the last of two equal flags counts.
-    with WatchedRun([sys.executable, "-m", "tandem", "launch", *arguments, *words], environ, run_dir) as run:
+    with WatchedRun(environ, run_dir, flags, arguments) as run:
         run.finish(stop, lambda session: _look(session, peaks))
     lines = (run_dir / layout.METRICS).read_text().splitlines()
     on_gpus = [int(float(value)) for value in PEAK.findall((run_dir / layout.METRICS_PAGE).read_text())]

@@ -1,7 +1,6 @@
 """`tandem demo`: two simulated nodes train, one rank is killed, and five lines describe the result."""
 
 import re
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -23,10 +22,6 @@ FLAGS = {
     "--steps": STEPS,
     "--eval-every": 200,
     "--log-every": 10,
-    "--metrics-linger": 0,
-    "--progress": "off",
-    # `_page` finds the page's address in a line of text.
-    "--log-format": "text",
 }
 
 
@@ -46,9 +41,8 @@ def demo(run_dir: Path, environ: Mapping[str, str], stop: StopFlag, say: Callabl
         raise ConfigError(
             f"cannot write to {run_dir.parent}: {error.strerror}; choose a writable directory with --run-dir"
         ) from None
-    flags = [str(word) for pair in {**FLAGS, "--run-dir": run_dir}.items() for word in pair]
     say(f"training {FLAGS['--task']} on two simulated nodes of this machine, one rank each (about 30 s)")
-    with WatchedRun([sys.executable, "-m", "tandem", "launch", *flags], environ, run_dir) as run:
+    with WatchedRun(environ, run_dir, FLAGS) as run:
         with suppress(NothingResumedError):  # it finished before the kill, as the last lines show
             step = run.kill(Kill(KILLED_AT, 1), stop)
             say(f"step {step}: killed rank 1 on node 1 with SIGKILL; live page: {_page(run_dir)}")

@@ -43,7 +43,6 @@ class Diagnosis(NamedTuple):
 
     @property
     def state(self) -> str:
-        """The worst state of the findings."""
         return max((each.state for each in self.findings), key=("pass", "warn", "fail").index)
 
     def as_text(self) -> str:
@@ -102,10 +101,7 @@ def _lines(settings: Settings, environ: Environment) -> Iterator[tuple[str, str]
     yield "run dir", _space(RunDir(run_dir).folder) if run_dir else "runs/TASK-TIME, created at the start"
     yield "data", _space(settings.data.data_dir)
     yield "blocks", _tried(lambda: _blocks(default_folder()))
-    yield (
-        "placement",
-        _tried(lambda: str(detect_here(environ, settings.launch))),
-    )
+    yield ("placement", _tried(lambda: str(detect_here(environ, settings.launch))))
 
 
 def _torch() -> Iterator[tuple[str, str]]:

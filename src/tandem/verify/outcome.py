@@ -39,7 +39,6 @@ class Outcome:
     world_size: int
 
     def digests(self) -> dict[str, str]:
-        """Return the SHA-256 of each part."""
         parts = {"weights": self.weights, "state": self.state, "losses": flat(self.losses)}
         return {name: digest(part) for name, part in parts.items()}
 

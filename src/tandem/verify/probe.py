@@ -66,7 +66,7 @@ def _facts_in(world: ProcessGroup, settings: Settings) -> ProbeResults:
     task = TaskWithDefaults(made)
     # Do the same as in training: two downloads to one directory would collide.
     world.once_per_node(task.prepare)
-    datasets = datasets_of(task)
+    datasets = datasets_of(task, run.seed)
     # Read as rank 0 of 1 on every rank: each then reads whole batches, which must be equal.
     reader = BatchReader(config, run.seed, 0, 1, task.collate, world.device, world.gather)
 

@@ -6,7 +6,6 @@ real processes, controlled from outside, so the result shows what `tandem launch
 """
 
 import random
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,8 @@ from pathlib import Path
 
 from tandem.config import Settings
 from tandem.errors import FAILED, FINISHED, ConfigError, RunFailedError
-from tandem.launch.gpus import gpus_of
+from tandem.launch.this_machine import gpus_of
+from tandem.log import pluralize
 from tandem.script.job import Program
 from tandem.signals import StopFlag
 from tandem.verify.outcome import Outcome, difference
@@ -79,9 +79,9 @@ def verify(
         runner = Runner(arguments, environ, Path(folder), steps, stop, script)
         baseline = runner.uninterrupted()
         name = script or settings.run.task
-        ranks = _count(baseline.world_size, "rank")
-        killed = f"of {_count(trials, 'killed run')}"
-        say(f"verify-resume: {name}, {baseline.step} steps on {ranks}, {_count(trials, 'trial')}")
+        ranks = pluralize(baseline.world_size, "rank")
+        killed = f"of {pluralize(trials, 'killed run')}"
+        say(f"verify-resume: {name}, {baseline.step} steps on {ranks}, {pluralize(trials, 'trial')}")
         shown = ", ".join(f"{part} {value[:12]}" for part, value in baseline.digests().items())
         say(f"uninterrupted: {shown}{', on GPUs with --deterministic' if on_gpus else ''}")
         done: list[Trial] = []
@@ -92,7 +92,7 @@ def verify(
         bad = [trial for trial in done if trial.difference is not None]
         diagnosis = runner.diagnosis(baseline) if bad else None
         if bad:
-            say(f"verdict: not exact; {len(bad)} {killed} {_verb(len(bad), 'differ')}")
+            say(f"verdict: not exact; {len(bad)} {killed} {'differs' if len(bad) == 1 else 'differ'}")
             say(f"reason: {diagnosis}")
         else:
             are = "is" if trials == 1 else "are"
@@ -115,34 +115,18 @@ def as_json(
     }
 
 
-def _count(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
-
-
-def _verb(count: int, verb: str) -> str:
-    return f"{verb}{'s' * (count == 1)}"
-
-
+@dataclass
 class Runner:
     """Runs one task or script with the same settings, each time in a new directory below `folder`."""
 
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        environ: Mapping[str, str],
-        folder: Path,
-        steps: int,
-        stop: StopFlag,
-        script: Program | None = None,
-    ) -> None:
-        self._arguments = list(arguments)
-        self._environ = dict(environ)
-        self._folder = folder
-        self._steps = steps
-        self._stop = stop
-        self._script = script
-        self._count = 0
-        self._differs: list[str] = []
+    arguments: Sequence[str]
+    environ: Mapping[str, str]
+    folder: Path
+    steps: int
+    stop: StopFlag
+    script: Program | None = None
+    _count: int = 0
+    _differs: Sequence[str] = ()
 
     def uninterrupted(self) -> Outcome:
         """Do an uninterrupted run.
@@ -151,13 +135,13 @@ class Runner:
         loop.
         """
         # Save once, at the end: the number of saves must not change the result either.
-        run = self._new_run(save_every=self._steps)
+        run = self._new_run(save_every=self.steps)
         with run:
-            run.finish(self._stop)
+            run.finish(self.stop)
         self._differs = run.kept_that_differs()
-        if self._script is not None and not run.has_trained():
+        if self.script is not None and not run.has_trained():
             raise ConfigError(
-                f"{self._script} succeeded, but without a step in a loop over run.batches(...); "
+                f"{self.script} succeeded, but without a step in a loop over run.batches(...); "
                 "verify-resume needs a script that calls tandem.start(), see docs/your-own-loop.md"
             )
         return run.outcome()
@@ -172,7 +156,7 @@ class Runner:
 
     def _trial(self, baseline: Outcome, kills: int, chance: random.Random) -> Trial:
         for attempt in range(TRIES):
-            save_every = chance.randint(1, max(1, self._steps // 8))
+            save_every = chance.randint(1, max(1, self.steps // 8))
             latest = (baseline.step - 4) // (attempt + 1)  # a short run may end before the signal arrives
             # Kill after the first save, so that there is a checkpoint to resume from.
             step = chance.randint(min(save_every, latest), max(1, latest))
@@ -199,8 +183,8 @@ class Runner:
         with run:
             try:
                 for kill in kills:
-                    trial.kills.append((run.kill(kill, self._stop), kill.rank))
-                run.finish(self._stop)
+                    trial.kills.append((run.kill(kill, self.stop), kill.rank))
+                run.finish(self.stop)
             # The baseline succeeded with these settings, so the resume is at fault.
             except RunFailedError as error:
                 trial.difference = f"it could not resume: {error}"
@@ -216,7 +200,7 @@ class Runner:
 
     def diagnosis(self, baseline: Outcome) -> str:
         """Find out, with a second uninterrupted run, whether resuming causes the difference."""
-        what = "task" if self._script is None else "script"
+        what = "task" if self.script is None else "script"
         again = difference(baseline, self.uninterrupted())
         if again is not None:
             return (
@@ -225,7 +209,7 @@ class Runner:
             )
         if self._differs:
             names = ", ".join(self._differs)
-            differ = _verb(len(self._differs), "differ")
+            differ = "differs" if len(self._differs) == 1 else "differ"
             return (
                 f"uninterrupted runs agree. {names}, passed to run.keep, {differ} between ranks, but a "
                 f"checkpoint has rank 0's only. Pass each rank's own values in per_rank; {SEE[what]}"
@@ -237,10 +221,9 @@ class Runner:
 
     def _new_run(self, save_every: int) -> WatchedRun:
         self._count += 1
-        run_dir = self._folder / f"run-{self._count}"
+        run_dir = self.folder / f"run-{self._count}"
         flags: dict[str, object] = {
-            "--run-dir": run_dir,
-            "--steps": self._steps,
+            "--steps": self.steps,
             "--checkpoint-every": save_every,
             "--resume": "auto",
             # Log every step, because each step's loss is compared.
@@ -248,14 +231,6 @@ class Runner:
             # The kills are the test, so the budget must never end the run.
             "--max-restarts": 100,
             "--metrics": 0,
-            "--metrics-linger": 0,
-            "--progress": "off",
-            "--log-format": "text",
         }
-        return WatchedRun(self._command(flags), self._environ, run_dir)
-
-    def _command(self, flags: Mapping[str, object]) -> list[str]:
-        own = [str(word) for pair in flags.items() for word in pair]
-        words = self._script.words() if self._script is not None else []
-        # The trial's flags come last, because the last of two equal flags counts.
-        return [sys.executable, "-m", "tandem", "launch", *self._arguments, *own, *words]
+        program = self.script.words() if self.script is not None else []
+        return WatchedRun(self.environ, run_dir, flags, self.arguments, program)

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +22,13 @@ from tandem.timeouts import END_LOOK_SECONDS, END_POLL_SECONDS, KILLED_SECONDS, 
 from tandem.verify.outcome import Outcome
 from tandem.work.base import run_failed
 
+QUIET: Mapping[str, object] = {
+    "--metrics-linger": 0,
+    "--progress": "off",
+    # An error, or the page's address, is found in lines of text.
+    "--log-format": "text",
+}
+
 
 @dataclass(frozen=True)
 class Kill:
@@ -37,8 +45,19 @@ class NothingResumedError(Exception):
 class WatchedRun:
     """A `tandem launch` in its own session; leaving the block kills its remaining processes."""
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str], run_dir: Path) -> None:
-        self._command = command
+    def __init__(
+        self,
+        environ: Mapping[str, str],
+        run_dir: Path,
+        flags: Mapping[str, object],
+        arguments: Sequence[str] = (),
+        program: Sequence[str] = (),
+    ) -> None:
+        """`arguments`: the flags that a user typed, which `flags` override. `program`: words of a script."""
+        given = {"--run-dir": run_dir, **QUIET, **flags}
+        words = [str(word) for pair in given.items() for word in pair]
+        # The last of two equal flags counts.
+        self._command = [sys.executable, "-m", "tandem", "launch", *arguments, *words, *program]
         # No message is needed about a run that is killed on purpose; the variable overrides a line of .env.
         self._environ = {**environ, "TANDEM_NOTIFY": "none"}
         self._run_dir = run_dir
@@ -178,7 +197,6 @@ def rank_processes(launch: int) -> dict[int, int]:
 
 
 def _kill_rank(launch: int, rank: int) -> None:
-    """Kill a rank of the launch with this process ID."""
     victim = rank_processes(launch).get(rank)
     # The rank ended by itself after the last look.
     if victim is None:

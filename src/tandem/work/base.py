@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tandem.checkpoint.decision import ResumeDecision
+from tandem.code_files import CodeFile
 from tandem.distributed.position import Grant, Position, RankStart
 from tandem.errors import FINISHED, PEER_LOST, STOPPED, RunFailedError, is_own, shell_code, was_killed
 from tandem.log import printable
@@ -240,6 +241,12 @@ class Workload(Protocol):
 
         Returns None if the ranks decide by themselves. Raises TandemError.
         """
+
+    def standby_code(self) -> object:
+        """Return the state of the files that standby processes import, to compare with `==`."""
+
+    def code(self) -> Mapping[str, CodeFile]:
+        """Return the files of the ranks' code that this process knows, as they were when they were read."""
 
     def progress(self, has_trained: bool, resume: ResumeDecision) -> str:
         """Return what the run resumes from, one of PROGRESS; `has_trained`: a rank has reported its plan."""

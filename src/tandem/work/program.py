@@ -6,14 +6,17 @@ docs/architecture.md#user-scripts.
 
 import contextlib
 import logging
+import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
 from tandem import running_clock
 from tandem.checkpoint.decision import ResumeDecision
+from tandem.code_files import CodeFile
 from tandem.config import SETTINGS, Settings
+from tandem.config.fields import plain
 from tandem.distributed.position import RankStart
 from tandem.errors import (
     FAILED,
@@ -92,6 +95,8 @@ class ProgramWorkload:
         self._launch = settings.launch
         self.rank_entry: RankFunction = run_rank
         self.warm_up: WarmUp = warm_up
+        path = os.path.abspath(program.target)
+        self._code = {"__main__": CodeFile.of(path)} if program.kind == "script" else {}
         self.job = job_of(program, run, settings, chosen)
         self.words: Sequence[str] = program.words()
         # For a new interpreter, the fork server imports only the code that starts it, because exec drops the
@@ -111,6 +116,14 @@ class ProgramWorkload:
         if placement.node_rank == 0 and self._launch.warm_gpu:
             log.warning("--warm-gpu has no effect on a script: scripts open their GPU themselves")
         return None
+
+    def standby_code(self) -> object:
+        """Return None: standby processes import only installed modules."""
+        return None
+
+    def code(self) -> Mapping[str, CodeFile]:
+        """Return the script's own file; what it imports, only its ranks know."""
+        return self._code
 
     def progress(self, has_trained: bool, resume: ResumeDecision) -> str:
         """Return TRAINED: a script may be stopped at any time, and decides what to save."""
@@ -236,9 +249,4 @@ def variables_of(settings: Settings, chosen: Collection[str]) -> dict[str, str]:
     texts = settings.to_dict()
     ours = {name for name, setting in SETTINGS.items() if setting.slice in ("launch", "metrics")}
     names = {*chosen, "run_dir", "resume"} & (SETTINGS.keys() - ours - {"task", "task_fields"})
-    return {SETTINGS[name].variable: text_of_setting(texts[name]) for name in sorted(names)}
-
-
-def text_of_setting(value: object) -> str:
-    """Return a setting's value as text, as a variable or a flag has it."""
-    return str(value).lower() if isinstance(value, bool) else "none" if value is None else str(value)
+    return {SETTINGS[name].variable: plain(texts[name]) for name in sorted(names)}

@@ -1,9 +1,10 @@
 """Train a task: the workload of `tandem launch --task`."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from tandem.checkpoint.decision import ResumeDecision, decide_resume
 from tandem.checkpoint.listing import is_finished
+from tandem.code_files import CodeFile, imported_code
 from tandem.config import Settings, TaskJob
 from tandem.config.slices import ONE_PROCESS
 from tandem.data.batch_shares import check_even
@@ -59,6 +60,7 @@ class TaskWorkload:
     def __init__(self, run: RunDir, settings: Settings, chosen: Collection[str]) -> None:
         self._run = run
         self._settings = settings
+        self._code: Mapping[str, CodeFile] = {}  # the task's, once it is imported
         self.rank_entry: RankFunction = run_rank
         self.warm_up: WarmUp = warm_up
         self.job = TaskJob(settings.to_dict(), frozenset(chosen))
@@ -125,7 +127,15 @@ class TaskWorkload:
                 return decision
         with log_if_slow(f"importing the task {asked.task}"):
             load_task(asked.task, asked.task_fields, data.data_dir, data.download)
+        self._code = imported_code()
         return decision
+
+    def code(self) -> Mapping[str, CodeFile]:
+        return self._code
+
+    def standby_code(self) -> object:
+        """Return the digests of the task's files, which `warm_up` imports."""
+        return [each.now().digest for each in self._code.values()]
 
     def progress(self, has_trained: bool, resume: ResumeDecision) -> str:
         if has_trained:

@@ -11,8 +11,8 @@ import secrets
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from io import BufferedReader, FileIO
 from pathlib import Path, PurePath
-from typing import BinaryIO
 
 from tandem.bounded_reader import descriptor
 from tandem.checkpoint.storage.protocol import (
@@ -36,21 +36,12 @@ class FsyncError(OSError):
     """An fsync failed, so it is unknown whether the bytes are on disk."""
 
 
-class _File:
-    """An open file."""
+class _File(BufferedReader):
+    """An open file, with its size when it was opened."""
 
-    def __init__(self, file: BinaryIO, size: int) -> None:
-        self._file = file
+    def __init__(self, descriptor: int, size: int) -> None:
+        super().__init__(FileIO(descriptor))
         self.size = size
-
-    def read(self, size: int = -1, /) -> bytes:
-        return self._file.read(size)
-
-    def seek(self, offset: int, /) -> None:
-        self._file.seek(offset)
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class Folder:
@@ -76,7 +67,7 @@ class Folder:
         if size and not _has_data(found):
             os.close(found)
             raise OSError(errno.EBADMSG, f"{path.name} has a size but no data on disk")
-        return _File(os.fdopen(found, "rb"), size)
+        return _File(found, size)
 
     def commit(
         self, target: PurePath, payload: Payload, manifest: Callable[[Entries], bytes], replace: bool
@@ -125,6 +116,7 @@ class Folder:
             if size != entry["bytes"]:
                 raise OSError(errno.EIO, f"{name} has {size} bytes here, and {entry['bytes']} on its node")
         sealed = write_file(temporary / MANIFEST, manifest(files))
+        # The files' names must be on disk before the directory gets its final name.
         fsync_directory(temporary)
         if not replace and exists(Path(target)):
             raise FileExistsError(errno.EEXIST, "another writer has already saved this step")
@@ -145,22 +137,19 @@ class Folder:
         temporary = _temporary(target)
         try:
             os.mkdir(temporary)
-            state = write_file(temporary / STATE, payload)
-            sealed = write_file(temporary / MANIFEST, manifest({STATE: state.entry()}))
-            # The files' names must be on disk before the directory gets its final name.
-            fsync_directory(temporary)
+            name, entry = self.add(temporary, STATE, payload)
+            return self.publish(temporary, target, {name: entry}, manifest, replace=True)
         except BaseException:
             remove_tree(temporary)
             raise
-        _publish(temporary, target)
-        return state.bytes + sealed.bytes
 
     def repair(self, directory: PurePath) -> None:
         """Finish an interrupted prune, or a second save of a step killed between its two renames."""
 
         def once() -> None:
-            _repair(Path(directory))
-            _sweep(Path(directory), ".tmp-pruned-*")
+            if is_directory(directory):
+                _repair(Path(directory))
+                _sweep(Path(directory), ".tmp-pruned-*")
 
         retry_stale(once)
 

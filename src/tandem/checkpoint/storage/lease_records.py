@@ -123,11 +123,8 @@ def _create_exclusively(path: Path, content: bytes) -> bool:
 
 
 def _write_new(path: Path, content: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        os.write(descriptor, content)
-    finally:
-        os.close(descriptor)
+    with path.open("xb") as file:
+        file.write(content)
 
 
 class RemoteLeaseRecords:

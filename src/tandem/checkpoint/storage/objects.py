@@ -34,8 +34,6 @@ def call_client(call: Callable[..., Any], *arguments: Any, **options: Any) -> An
 
 
 class _Reader:
-    """An open object."""
-
     def __init__(self, file: Any) -> None:
         self._file = file
         self.size = int(file.size)

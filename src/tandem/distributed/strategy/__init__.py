@@ -1,12 +1,10 @@
 """Strategies that distribute the model over ranks and devices: one file each, found by name.
 
-A new one is a file NAME.py with a class (interface: `base.Strategy`), its row in CLASSES, and its name in the
+A new one is a file NAME.py with a subclass of `base.Strategy`, its row in CLASSES, and its name in the
 choices of `--strategy` (config/slices.py). `ddp_one_rank` is not a choice: ddp uses it for one rank on a GPU.
-A strategy is imported only if it is chosen, because importing FSDP alone takes a second.
 """
 
 from importlib import import_module
-from typing import Any
 
 from torch import nn
 
@@ -16,13 +14,13 @@ from tandem.distributed.strategy.base import Strategy
 from tandem.errors import ConfigError
 
 CLASSES = {
-    "single": "SingleStrategy",
-    "dp": "DPStrategy",
-    "ddp": "DDPStrategy",
-    "ddp_one_rank": "OneRankDDPStrategy",
-    "fsdp": "FSDPStrategy",
+    "single": "single.SingleStrategy",
+    "dp": "dp.DPStrategy",
+    "ddp": "ddp.DDPStrategy",
+    "ddp_one_rank": "ddp.OneRankDDPStrategy",
+    "fsdp": "fsdp.FSDPStrategy",
 }
-"""{file of this package: its class}, so that a strategy is imported only if it is chosen."""
+"""{name: module of this package and class}. Only the chosen one is imported: FSDP alone takes a second."""
 __all__ = ["Strategy", "load", "load_to_evaluate", "preload", "waits_inside"]
 
 AS_TORCH_DOES = ExchangeConfig()
@@ -39,16 +37,14 @@ def load(
     is_on_gpu = group.device.type == "cuda"
     if name == "ddp" and group.size == 1 and is_on_gpu and exchange.gradient_compression == "none":
         name = "ddp_one_rank"
-    strategy: Strategy = _class(name)(group, exchange, compute)
-    return strategy
+    return _class(name)(group, exchange, compute)
 
 
 def check_together(exchange: ExchangeConfig, compute: ComputeConfig) -> None:
     """Raise ConfigError for an exchange that does not work with the compute settings.
 
     With fp16, the errors of one step would have a different scale than the gradients of the next. A compiled
-    model is split into graphs by buckets, and torch requires those to be at least as large as DDP's first
-    bucket.
+    model is split into graphs by buckets, and torch requires them to be at least as large as DDP's first.
     """
     if exchange.powersgd_rank is not None and compute.precision == "fp16":
         raise ConfigError(
@@ -79,6 +75,7 @@ def preload(name: str) -> None:
     _class(name).warm_up()
 
 
-def _class(name: str) -> Any:
-    kind = name.partition(":")[0]
-    return getattr(import_module(f"{__name__}.{kind}"), CLASSES[kind])
+def _class(name: str) -> type[Strategy]:
+    module, _, kind = CLASSES[name.partition(":")[0]].partition(".")
+    found: type[Strategy] = getattr(import_module(f"{__name__}.{module}"), kind)
+    return found

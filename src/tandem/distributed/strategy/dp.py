@@ -12,13 +12,13 @@ from tandem.data.batch_shares import apportion
 from tandem.data.loader import batch_size_of, parts_of, to_device
 from tandem.data.seeds import derive_seed
 from tandem.distributed.group import ProcessGroup
-from tandem.distributed.strategy import single
+from tandem.distributed.strategy.base import Strategy
 from tandem.errors import ConfigError
 
 log = logging.getLogger("tandem.run")
 
 
-class DPStrategy(single.SingleStrategy):
+class DPStrategy(Strategy):
     """Splits the batch of a single process over the GPUs; the first GPU has the weights and the optimizer."""
 
     has_one_device = True

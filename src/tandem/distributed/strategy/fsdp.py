@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tandem.checkpoint.sharded import SHARD, VALUES, mapped_shards, shard
 from tandem.distributed.deferred_values import DeferredValues, ModuleTensor, build_deferred
 from tandem.distributed.group import ProcessGroup, has_buffers_beside_batchnorm
-from tandem.distributed.strategy import single
+from tandem.distributed.strategy.base import Strategy
 from tandem.errors import ConfigError
 from tandem.text import in_one_line
 from tandem.torch_private import FakeTensors
@@ -34,7 +34,7 @@ ROWS = (Shard(0),)
 """The placements of a tensor whose rows are sharded."""
 
 
-class FSDPStrategy(single.SingleStrategy):
+class FSDPStrategy(Strategy):
     """Every rank holds its shard and processes its part of the batch."""
 
     shards_parameters = True
