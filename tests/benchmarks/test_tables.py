@@ -39,6 +39,13 @@ def printed(results: Path, page: str = PAGE) -> str:
     return ran("page.py", "--results", str(results), "--print", page)
 
 
+def measure_again(path: Path) -> None:
+    """Give the first row of a result a median that nothing has."""
+    found = json.loads(path.read_text())
+    found["rows"][0]["seconds"] = 7.77
+    path.write_text(json.dumps(found))
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     """What one benchmark writes as JSON, and the table that it prints."""
@@ -64,9 +71,8 @@ def test_no_figure_is_typed_by_hand(path: Path) -> None:
 
 def test_another_result_makes_another_page(tmp_path: Path) -> None:
     shutil.copytree(RESULTS, tmp_path, dirs_exist_ok=True)
-    changed = tmp_path / "reliability_recovery.json"
-    changed.write_text(changed.read_text().replace('"seconds": 0.22', '"seconds": 7.77'))
-    assert "median 7.77 s; torchrun 6.81 s" in printed(tmp_path, "README.md")
+    measure_again(tmp_path / "reliability_recovery.json")
+    assert "median 7.77 s; torchrun" in printed(tmp_path, "README.md")
 
 
 def test_a_page_that_differs_and_a_figure_without_a_page_fail_the_check(tmp_path: Path) -> None:
@@ -74,8 +80,7 @@ def test_a_page_that_differs_and_a_figure_without_a_page_fail_the_check(tmp_path
         copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copyfile
         copy(ROOT / part, tmp_path / part)
     command = [sys.executable, str(tmp_path / "benchmarks" / "page.py"), "--check"]
-    recovery = tmp_path / "benchmarks" / "results" / "reliability_recovery.json"
-    recovery.write_text(recovery.read_text().replace('"seconds": 0.22', '"seconds": 7.77'))
+    measure_again(tmp_path / "benchmarks" / "results" / "reliability_recovery.json")
     recorded = tmp_path / "benchmarks" / "results" / "recorded.json"
     entries = json.loads(recorded.read_text())
     recorded.write_text(json.dumps({**entries, "shown-nowhere": next(iter(entries.values()))}))
