@@ -61,12 +61,17 @@ def test_a_mistake_that_a_loader_process_finds_ends_with_its_own_code(loaded: Ru
     assert code == 2 and "sample 100 is None" in said, said
 
 
-@pytest.mark.parametrize(("limit", "expected"), [("-Sn 300", 0), ("-n 300", 2)], ids=["soft", "hard"])
+@pytest.mark.parametrize(
+    ("limit", "width", "expected"),
+    [("-Sn 300", 20_000, 0), ("-n 300", 20_000, 2), ("-n 300", 8, 0)],
+    ids=["soft", "hard", "small tensors"],
+)
 def test_a_batch_may_have_more_tensors_than_a_shell_allows_files(
-    loaded: Runs, limit: str, expected: int
+    loaded: Runs, limit: str, width: int, expected: int
 ) -> None:
     """torch's error was "received 0 items of ancdata", or an EOFError without a message."""
     words = ("--workers", 2, "--batch-size", 120, "--steps", 8, "--task", "loaded.py:ManyTensors")
+    words += ("--task.width", width)
     command = ["bash", "-c", f'ulimit {limit}; exec "$@"', "-", sys.executable, "-m", "tandem", "launch"]
     command += ["--metrics", "0", "--metrics-linger", "0", "--run-dir", "run", *map(str, words)]
     process = loaded.processes.start(command, cwd=loaded.folder, env=loaded.environment)

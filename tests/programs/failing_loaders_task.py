@@ -71,7 +71,7 @@ class Loaded:
 
 
 class ManyTensors(Loaded):
-    """A batch is a list of tensors, and each takes an open file on its way from a loader process."""
+    """A batch is a list of tensors. Each large one takes an open file on its way from a loader process."""
 
     def collate(self, samples):
         return [x for x, _ in samples], torch.tensor([y for _, y in samples])

@@ -30,7 +30,7 @@ from tandem.data.datasets import TensorImages, TensorRows, random_crop_flip
 from tandem.data.fetch import returns_batches
 from tandem.data.host_generators import KeptGenerators
 from tandem.data.kinds import evaluation_batches, takes_workers, training_data
-from tandem.data.loader import loader_processes, to_device, train_batches
+from tandem.data.loader import SENT_AS_BYTES, loader_processes, to_device, train_batches
 from tandem.data.sampler import GlobalOrder, TrainBatches
 from tandem.data.seeds import derive_seed
 from tandem.data.source import BatchReader
@@ -469,6 +469,48 @@ def test_a_collate_function_gets_the_rows_of_a_tensor_dataset() -> None:
     rows = TensorDataset(torch.arange(30.0).view(30, 1), torch.arange(30))
     batches = evaluation_batches(rows, 0, 1, 20, collate=lambda samples: {"n": len(samples)}, device=CPU)
     assert [batch["n"] for batch in batches] == [20, 10]
+
+
+class OfAllKinds(Dataset[Any]):
+    """Samples of which a loader process sends some tensors in its message, and others through /dev/shm."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        row = torch.arange(12.0) + index
+        negated = (row * 1j)[:1].conj().imag
+        same = torch.tensor(index)
+        return {
+            "types": [row.to(dtype) for dtype in (*SENT_AS_BYTES, torch.complex64, torch.float8_e5m2)],
+            "shapes": [row[:0], row[0], row.view(3, 4), row.view(3, 4).t(), row[::2]],
+            "negated": negated,
+            "large": row.repeat(10_000),
+            "sparse": row.to_sparse(),
+            "same": (same, same),
+        }
+
+
+def test_a_loader_process_sends_tensors_of_every_kind() -> None:
+    """Small ones as bytes. Values, types, shapes and strides are those of a batch made in the rank."""
+
+    def batches(workers: int) -> list[Any]:
+        sampler = TrainBatches(GlobalOrder(20, 10, 0), 0, 1, None, 0, 2)
+        made = train_batches(
+            OfAllKinds(), sampler, seed=0, workers=workers, collate=lambda rows: rows, device=CPU
+        )
+        return [row for batch in made for row in batch]
+
+    for here, sent in zip(batches(0), batches(2), strict=True):
+        for name, part in here.items():
+            ours, theirs = (part, sent[name]) if isinstance(part, list | tuple) else ([part], [sent[name]])
+            for one, other in zip(ours, theirs, strict=True):
+                assert one.dtype == other.dtype and one.shape == other.shape, name
+                assert torch.equal(one.to_dense().to(torch.complex128), other.to_dense().to(torch.complex128))
+                assert name in ("sparse", "negated") or one.stride() == other.stride(), name
+        assert sent["same"][0] is sent["same"][1]
+        assert sent["large"].is_shared() and not any(row.is_shared() for row in sent["types"][:10])
+        assert all(row.data_ptr() % 64 == 0 for row in sent["types"][:10])
 
 
 class Holding(Noisy):

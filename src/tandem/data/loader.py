@@ -4,6 +4,7 @@ A dataset that can return a whole batch is read in this process. All others use 
 workers. The state of a loader is never saved: it starts again from a step.
 """
 
+import ctypes
 import errno
 import gc
 import os
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
+from multiprocessing.reduction import ForkingPickler
 from types import NoneType
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -22,10 +24,11 @@ from weakref import WeakKeyDictionary
 import numpy
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from tandem.data.datasets import TensorImages, TensorRows
-from tandem.data.fetch import Batch, Collate, Fetch, SampleFetcher, begin_epoch, whole_fetch
+from tandem.data.fetch import MESSAGE_BYTES, Batch, Collate, Fetch, SampleFetcher, begin_epoch, whole_fetch
 from tandem.data.sampler import BatchKey, TrainBatches
 from tandem.errors import ConfigError, TandemError
 from tandem.process import (
@@ -313,8 +316,9 @@ def _why_not_sent(error: Exception, batches: Any) -> str:
         )
     if _is_out_of_files(error, batches):
         return (
-            "a batch of a loader process has too many tensors: each takes an open file, and a process "
-            f"may open {allow_open_files():,}; stack them in collate or raise the limit (ulimit -n)"
+            f"a batch of a loader process has too many tensors of more than {MESSAGE_BYTES // 1024} KiB: "
+            f"each takes an open file, and a process may open {allow_open_files():,}; stack them in collate "
+            "or raise the limit (ulimit -n)"
         )
     return ""
 
@@ -395,6 +399,32 @@ def _start_worker(rank: int, ends_with_parent: bool, files: Sequence[ReadFile], 
             os.kill(os.getpid(), signal.SIGKILL)
     close_device_files()
     reopen(files)
+    ForkingPickler.register(Tensor, _reduce_tensor)
+
+
+SENT_AS_BYTES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool}).union(
+    {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+)
+
+
+def _reduce_tensor(tensor: Tensor) -> tuple[Any, ...]:
+    """Pickle a small tensor as bytes, and any other as torch does: as an open file in /dev/shm."""
+    if tensor.layout is torch.strided:
+        # torch would send the memory of a lazy conjugate or negation, without its sign.
+        tensor = tensor.resolve_conj().resolve_neg()
+        is_plain = tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.requires_grad
+        if is_plain and tensor.nbytes <= MESSAGE_BYTES and tensor.dtype in SENT_AS_BYTES:
+            data = ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+            return _tensor_of_bytes, (data, tensor.dtype, tensor.shape)
+    reduced: tuple[Any, ...] = reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+    return reduced
+
+
+def _tensor_of_bytes(data: bytes, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    # A bytearray as memory could be aligned to fewer bytes, and a matrix product then has other bits.
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")
+    ctypes.memmove(tensor.data_ptr(), data, len(data))
+    return tensor
 
 
 def moved(batch: Batch, device: torch.device) -> Batch:
