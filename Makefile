@@ -140,7 +140,7 @@ test: setup-dev ## run the unit tests and one test of each promise, in minutes; 
 test-all: test ## run all tests
 	$(call PYTEST,$(ALL_LIMIT)) -m 'slow and not soak' tests
 
-soak: setup-dev ## repeat the trials with more counts and settings, for hours; before a release
+soak: setup-dev ## repeat the trials with more counts and settings, in up to two hours; before a release
 	TEST_FORKS=0 $(call PYTEST,$(SOAK_LIMIT)) -m soak tests
 
 gpu-check: ## check tandem on one GPU in ten minutes: correctness and cost (offline: make gpu-wheels)
