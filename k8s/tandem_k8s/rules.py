@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from tandem.config.sources import OTHER_VARIABLES, VARIABLES
+from tandem.schedule import in_seconds
 from tandem.text import did_you_mean, nearest
 from tandem_k8s.documents import Document, PodTemplate, job_specs, pod_templates, title
 
@@ -166,7 +167,7 @@ def shutdown_fits(documents: list[Document]) -> Problems:
     """Save time < shutdown timeout < grace period, which ends with SIGKILL."""
     for each in _templates(documents):
         grace = each.spec.get("terminationGracePeriodSeconds", 30)
-        shutdown = float(each.values().get("TANDEM_SHUTDOWN_TIMEOUT", 25))
+        shutdown = float(in_seconds(each.values().get("TANDEM_SHUTDOWN_TIMEOUT", 25)))
         if shutdown + LEAVE_SECONDS > grace:
             yield (
                 f"{each.where}: terminationGracePeriodSeconds {grace} is too short for "

@@ -9,19 +9,29 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 CadenceUnit = Literal["steps", "epochs", "seconds", "percent", "never"]
 LrScaling = Literal["none", "linear", "sqrt"]
 LrSchedule = Literal["constant", "linear", "cosine", "step"]
 
-CADENCE_VALID = "a cadence such as 200 (steps), 1epoch, 30s, 10% or never"
+CADENCE_VALID = "a cadence such as 200 (steps), 1epoch, 30s, 10m, 10% or never"
+SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600}
+"""The units of time that a setting may have."""
 # ASCII, because \d would match the digits of other scripts.
-_CADENCE = re.compile(r"(\d+(?:\.\d+)?)(steps?|epochs?|s|%)?", re.ASCII)
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([a-z]+|%)?", re.ASCII)
 _UNITS: dict[str, CadenceUnit] = {
     **{"": "steps", "step": "steps", "steps": "steps"},
-    **{"epoch": "epochs", "epochs": "epochs", "s": "seconds", "%": "percent"},
+    **{"epoch": "epochs", "epochs": "epochs", "%": "percent"},
+    **dict.fromkeys(SECONDS, "seconds"),
 }
+
+
+def in_seconds(value: Any) -> Any:
+    """Return a time such as `90s`, `5m` or `2h` in seconds, and any other value as it is."""
+    found = _NUMBER.fullmatch(value) if isinstance(value, str) else None
+    return float(found[1]) * SECONDS[found[2]] if found and found[2] in SECONDS else value
+
 
 # Where "step" decays: epochs 30, 60 and 80 of 90 (Goyal et al. 2017, arXiv:1706.02677).
 STEP_MILESTONES = (30 / 90, 60 / 90, 80 / 90)
@@ -40,16 +50,16 @@ class Cadence:
 
     @classmethod
     def parse(cls, text: str) -> "Cadence":
-        """Parse `200`, `1epoch`, `0.5epochs`, `30s`, `10%` or `never`; zero of any unit means never.
+        """Parse `200`, `1epoch`, `0.5epochs`, `30s`, `10m`, `10%` or `never`; zero of any unit means never.
 
         Raises ValueError whose text says what was expected.
         """
         if text == "never":
             return cls(0.0, "never")
-        found = _CADENCE.fullmatch(text)
-        if not found:
+        found = _NUMBER.fullmatch(text)
+        if not found or (found[2] or "") not in _UNITS:
             raise ValueError(CADENCE_VALID)
-        value = float(found[1])
+        value = float(found[1]) * SECONDS.get(found[2], 1)
         unit = _UNITS[found[2] or ""]
         if value == 0:
             return cls(0.0, "never")

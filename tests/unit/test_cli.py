@@ -122,6 +122,11 @@ def test_every_verb_suggests_the_nearest(arguments: list[str], said: str) -> Non
     assert str(caught.value).startswith(said)
 
 
+def test_a_run_without_an_action_is_answered_with_what_lists_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean `tandem checkpoints ls {tmp_path}`"):
+        cli.run("checkpoints", [str(tmp_path)], {})
+
+
 def test_trials_come_from_the_environment_too() -> None:
     with pytest.raises(ConfigError, match="^TANDEM_TRIALS: invalid value 'x'"):
         cli.run("verify-resume", [], {"TANDEM_TRIALS": "x"})

@@ -201,6 +201,14 @@ def test_a_flag_of_another_trainer_is_answered_with_ours(brought: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90), ("0.5", 0.5), ("90s", 90), ("5m", 300), ("1.5min", 90), ("2h", 7200)]
+)
+def test_a_time_may_have_a_unit(text: str, seconds: float) -> None:
+    found = settings_of("--hang-timeout", text, "--metrics-linger", text)
+    assert (found.reliability.hang_timeout, found.metrics.metrics_linger) == (seconds, seconds)
+
+
+@pytest.mark.parametrize(
     ("flag", "text", "valid"),
     [
         ("--epochs", "zero", "an integer >= 1"),
@@ -224,7 +232,10 @@ def test_a_flag_of_another_trainer_is_answered_with_ours(brought: str) -> None:
         ("--elastic", "4:1", "MIN:MAX nodes"),
         ("--elastic", "0:1", "MIN:MAX nodes"),
         ("--profile", "10:0", "START:STEPS"),
-        ("--log-every", "5x", "a cadence such as 200 (steps), 1epoch, 30s, 10% or never"),
+        ("--log-every", "5x", "a cadence such as 200 (steps), 1epoch, 30s, 10m, 10% or never"),
+        ("--hang-timeout", "5x", "auto, or seconds > 0, such as 90, 90s or 5m"),
+        ("--phase-timeout", "0s", "seconds > 0"),
+        ("--metrics-linger", "1 m", "seconds >= 0, such as 15, 15s or 1m"),
         ("--warmup", "30s", "steps, epochs or percent"),
         ("--metrics", "65536", "HOST:PORT or PORT"),
         ("--metrics", "::1:7", "HOST:PORT or PORT"),

@@ -36,6 +36,9 @@ STEP_CADENCES = st.one_of(
         ("0.5epoch", 0.5, "epochs"),
         ("30s", 30, "seconds"),
         ("0.5s", 0.5, "seconds"),
+        ("10m", 600, "seconds"),
+        ("1.5min", 90, "seconds"),
+        ("2h", 7200, "seconds"),
         ("10%", 10, "percent"),
         ("0", 0, "never"),
         ("0epochs", 0, "never"),
@@ -51,7 +54,7 @@ def test_parse(text: str, value: float, unit: str) -> None:
     "text", ["", "-1", "1.5", "101%", "epoch", "5x", "1e3", "nan", "inf", "10 %", " 1", "٣", "9" * 400]
 )
 def test_parse_refuses_and_says_what_is_valid(text: str) -> None:
-    with pytest.raises(ValueError, match="200 .steps., 1epoch, 30s, 10% or never"):
+    with pytest.raises(ValueError, match="200 .steps., 1epoch, 30s, 10m, 10% or never"):
         Cadence.parse(text)
 
 

@@ -7,6 +7,7 @@ reads the environment.
 import argparse
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from tandem.config.fields import Setting, convert, placeholder, plain, words_of
@@ -340,7 +341,11 @@ class Parser(argparse.ArgumentParser):
         if message.startswith("ignored explicit argument "):
             return ConfigError(self._switch(flag, message.removeprefix("ignored explicit argument ")[1:-1]))
         if choice := re.fullmatch(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
-            message += did_you_mean(nearest(choice[1], re.findall(r"[\w-]+", choice[2])), ".")
+            names = re.findall(r"[\w-]+", choice[2])
+            # `tandem checkpoints RUN_DIR`, as most verbs take a run
+            is_run = "ls" in names and Path(choice[1]).exists()
+            meant = f"`{self.prog} ls {choice[1]}`" if is_run else nearest(choice[1], names)
+            message += did_you_mean(meant, ".")
             return ConfigError(f"{flag}: {message} {self._help}")
         return ConfigError(f"{flag}: {message}. {see}")
 

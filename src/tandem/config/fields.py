@@ -9,7 +9,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 from tandem.config.address import WEBHOOK_VALID, Webhook, address, from_home
-from tandem.schedule import CADENCE_VALID, Cadence
+from tandem.schedule import CADENCE_VALID, Cadence, in_seconds
 
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler, TypeAdapter
@@ -118,6 +118,12 @@ Seed = Annotated[int, Constraint("an integer from 0 to 4294967295", lambda n: 0 
 Port = Annotated[int, Constraint("a port from 0 (any free port) to 65535", lambda n: 0 <= n <= 65535)]
 Positive = Annotated[float, Constraint("a number > 0", lambda x: x > 0)]
 NonNegative = Annotated[float, Constraint("a number >= 0", lambda x: x >= 0)]
+Seconds = Annotated[
+    float, Rewrites(in_seconds), Constraint("seconds > 0, such as 90, 90s or 5m", lambda x: x > 0)
+]
+SecondsOrZero = Annotated[
+    float, Rewrites(in_seconds), Constraint("seconds >= 0, such as 15, 15s or 1m", lambda x: x >= 0)
+]
 BelowOne = Annotated[float, Constraint("a number >= 0 and < 1", lambda x: 0 <= x < 1)]
 CadenceText = Annotated[str, Constraint(CADENCE_VALID, _is_cadence)]
 WarmupText = Annotated[
@@ -196,6 +202,7 @@ SHORT = {
     "HOST:PORT": "HOST:PORT",
     "an integer": "N",
     "a number": "X",
+    "seconds": "SECONDS",
     "a path": "PATH",
 }
 """Placeholders by a phrase in `Setting.valid`; the first match is used."""

@@ -28,6 +28,8 @@ from tandem.config.fields import (
     Positive,
     PowerSgd,
     ResumeText,
+    Seconds,
+    SecondsOrZero,
     Seed,
     SharesText,
     StepWindow,
@@ -177,10 +179,10 @@ class LaunchConfig:
     nproc: Auto | Count = setting("auto", "ranks per node; auto: one per GPU, else 1")
     elastic: NodeRange | None = setting(None, "train with MIN to MAX nodes")
     spares: Natural = setting(0, "how many more nodes wait to take the place of a lost one")
-    master_timeout: Positive = setting(
-        300.0, "seconds to wait for the master and all nodes, and then for all ranks to connect"
+    master_timeout: Seconds = setting(
+        300.0, "how long to wait for the master and all nodes, and then for all ranks to connect"
     )
-    shutdown_timeout: Positive = setting(25.0, "seconds for ranks to save and exit after a stop signal")
+    shutdown_timeout: Seconds = setting(25.0, "time for ranks to save and exit after a stop signal")
     max_restarts: Natural = setting(5, "how many failures on this node to recover from before giving up")
     max_crash_loops: Count = setting(10, "consecutive starts without a new checkpoint before node 0 gives up")
     restart_on_error: bool = setting(False, "restart a script after its own errors too")
@@ -196,12 +198,12 @@ class LaunchConfig:
 class ReliabilityConfig:
     """Hangs and diverging ranks"""
 
-    phase_timeout: Positive = setting(
-        1800.0, "time limit in seconds for the start, the first step, an evaluation or a save"
+    phase_timeout: Seconds = setting(
+        1800.0, "time limit for the start, the first step, an evaluation or a save"
     )
-    hang_timeout: Auto | Positive = setting(
+    hang_timeout: Auto | Seconds = setting(
         "auto",
-        "seconds without progress until a hang; auto: seconds for a stopped rank, minutes for an idle one",
+        "time without progress until a hang; auto: seconds for a stopped rank, minutes for an idle one",
     )
     replica_check_every: CadenceText = setting("1epoch", "how often to compare the ranks' weights")
     replay_check: Auto | CadenceText = setting(
@@ -299,7 +301,7 @@ class MetricsConfig:
     metrics_token_file: LocalPath | None = setting(
         None, "file with the bearer token that clients must send", per_node=True
     )
-    metrics_linger: NonNegative = setting(15.0, "seconds to wait for a last scrape after the end")
+    metrics_linger: SecondsOrZero = setting(15.0, "how long to wait for a last scrape after the end")
 
     @property
     def host_and_port(self) -> tuple[str, int]:
