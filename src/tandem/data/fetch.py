@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import update_wrapper
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -240,15 +241,18 @@ class SampleFetcher(Dataset[Batch]):
         return None
 
     def _unseeded(self, indices: list[int]) -> list[Any]:
-        samples: list[Any] = []
+        dataset = self.dataset
         if self._lists:
             with _naming(lambda: indices):
-                samples = self.dataset.__getitems__(indices)
+                samples: list[Any] = dataset.__getitems__(indices)
             return samples
-        with _naming(lambda: indices[len(samples) : len(samples) + 1]):
-            for index in indices:
-                samples.append(self.dataset[index])
-        return samples
+        # A comprehension is faster than a loop that counts; the iterator knows how far it has come.
+        rest = iter(indices)
+        try:
+            return [dataset[index] for index in rest]
+        except Exception as error:
+            add_note(error, in_samples([indices[-1 - length_hint(rest)]]))
+            raise
 
     def _one_by_one(self, indices: list[int], of_epoch: int) -> list[Any]:
         samples: list[Any] = []
@@ -293,10 +297,10 @@ def collated(
     `indices`: those of the samples, for messages. Raises ConfigError for samples that default_collate cannot
     combine.
     """
-    with _naming(lambda: indices or ()):
-        if step is not None and isinstance(collate, WithStepContext):
-            return collate.at(step, epoch, samples)
-        if collate is not None and collate is not default_collate:
+    if collate is not None and collate is not default_collate:
+        with _naming(lambda: indices or ()):
+            if step is not None and isinstance(collate, WithStepContext):
+                return collate.at(step, epoch, samples)
             return collate(samples)
     try:
         return _collated_by_default(samples)
