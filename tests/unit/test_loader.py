@@ -487,6 +487,7 @@ class OfAllKinds(Dataset[Any]):
             "negated": negated,
             "large": row.repeat(10_000),
             "sparse": row.to_sparse(),
+            "nested": torch.nested.nested_tensor([row[:3], row[:5]]),
             "same": (same, same),
         }
 
@@ -505,6 +506,8 @@ def test_a_loader_process_sends_tensors_of_every_kind() -> None:
         for name, part in here.items():
             ours, theirs = (part, sent[name]) if isinstance(part, list | tuple) else ([part], [sent[name]])
             for one, other in zip(ours, theirs, strict=True):
+                if one.is_nested:
+                    one, other = (each.to_padded_tensor(-1) for each in (one, other))
                 assert one.dtype == other.dtype and one.shape == other.shape, name
                 assert torch.equal(one.to_dense().to(torch.complex128), other.to_dense().to(torch.complex128))
                 assert name in ("sparse", "negated") or one.stride() == other.stride(), name

@@ -409,7 +409,7 @@ SENT_AS_BYTES = frozenset({torch.float64, torch.float32, torch.float16, torch.bf
 
 def _reduce_tensor(tensor: Tensor) -> tuple[Any, ...]:
     """Pickle a small tensor as bytes, and any other as torch does: as an open file in /dev/shm."""
-    if tensor.layout is torch.strided:
+    if tensor.layout is torch.strided and not tensor.is_nested:
         # torch would send the memory of a lazy conjugate or negation, without its sign.
         tensor = tensor.resolve_conj().resolve_neg()
         is_plain = tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.requires_grad
