@@ -22,6 +22,7 @@ does not exist in 2.6.
 | `DynamicRendezvousHandler._stop_heartbeats` | the engine may report a lost store at the end |
 | `_RendezvousExitOp`, `_op_executor` | an elastic job continues 5 s after a node has left, not at once |
 | `_workers`, `_shutdown`, `_remove_worker_pids` of a DataLoader | a rank that fails waits for its loaders |
+| `_utils.ExceptionWrapper` | a batch that cannot be sent is an error of the task's code, in torch's words |
 | `autograd._profiler_enabled` | two profilers at once are reported in torch's words |
 | `cuda.memory._snapshot`, `_record_memory_history` | `tandem memory` has no snapshot of GPUs |
 | `torch._dynamo.callback_handler` | a later compilation counts as part of its phase |
@@ -370,6 +371,13 @@ def end_loader_processes(iterator: Any) -> None:
 def loader_pids(iterator: Any) -> list[int]:
     """Return the IDs of the processes of a DataLoader's iterator; empty if they are unknown."""
     return [worker.pid for worker in getattr(iterator, "_workers", ())]
+
+
+def worker_failure(error: BaseException) -> Any:
+    """Return what a DataLoader's process sends in place of a batch, so that its iterator raises `error`."""
+    wrapper = getattr(torch._utils, "ExceptionWrapper", None)
+    raised = (type(error), error, error.__traceback__)
+    return error if wrapper is None else wrapper(raised, "in a loader process")
 
 
 def stores_of_groups() -> list[Any]:

@@ -30,10 +30,12 @@ from tandem.data.datasets import TensorImages, TensorRows, random_crop_flip
 from tandem.data.fetch import returns_batches
 from tandem.data.host_generators import KeptGenerators
 from tandem.data.kinds import evaluation_batches, takes_workers, training_data
-from tandem.data.loader import SENT_AS_BYTES, loader_processes, to_device, train_batches
+from tandem.data.loader import loader_processes, to_device, train_batches
+from tandem.data.loader_messages import SENT_AS_BYTES
 from tandem.data.sampler import GlobalOrder, TrainBatches
 from tandem.data.seeds import derive_seed
 from tandem.data.source import BatchReader
+from tandem.errors import ConfigError
 
 CPU = torch.device("cpu")
 
@@ -514,6 +516,18 @@ def test_a_loader_process_sends_tensors_of_every_kind() -> None:
         assert sent["same"][0] is sent["same"][1]
         assert sent["large"].is_shared() and not any(row.is_shared() for row in sent["types"][:10])
         assert all(row.data_ptr() % 64 == 0 for row in sent["types"][:10])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("what", [lambda: 1, torch.ones(3, requires_grad=True) * 2])
+def test_a_batch_that_cannot_be_sent_is_an_error(what: Any) -> None:
+    """The rank waited for it forever, because torch's queue only prints such an error."""
+    sampler = TrainBatches(GlobalOrder(23, 10, 0), 0, 1, None, 0, 2)
+    batches = train_batches(
+        Noisy(), sampler, seed=0, workers=1, collate=lambda rows: (torch.stack(rows), what), device=CPU
+    )
+    with pytest.raises(ConfigError, match="^a batch cannot be sent from a loader process: .*; let the"):
+        next(batches)
 
 
 class Holding(Noisy):

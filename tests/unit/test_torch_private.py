@@ -247,3 +247,10 @@ def test_the_flight_record_of_nccl_is_that_of_its_group(
         monkeypatch.setattr(torch._C._distributed_c10d, name, partial(dump, name), raising=False)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     assert torch_private.flight_record() == found
+
+
+def test_what_a_loader_process_sends_for_an_error(without: Any) -> None:
+    without(torch._utils, "ExceptionWrapper")
+    sent = torch_private.worker_failure(ConfigError("no"))
+    with pytest.raises(ConfigError, match="no"):
+        sent.reraise() if hasattr(sent, "reraise") else (_ for _ in ()).throw(sent)

@@ -36,6 +36,7 @@ from tandem.data.host_generators import (
     KeptGenerators,
     NotedReads,
 )
+from tandem.data.loader_messages import MESSAGE_BYTES
 from tandem.data.sampler import BatchKey
 from tandem.data.seeds import derive_seed, seed_host_generators
 from tandem.errors import ConfigError
@@ -110,9 +111,6 @@ Collate = Callable[[list[Any]], Batch]
 Fetch = Callable[[Tensor, int, int], Batch]
 """(int64 indices [B], epoch, seed) -> a finished batch."""
 BATCH = 1  # the last part of a seed for a whole batch
-MESSAGE_BYTES = 2**16
-"""A loader process sends a tensor of up to this size within its message. A larger one becomes a file in
-/dev/shm, which takes 0.2 ms longer for small tensors, and less time from about 500 KB on."""
 
 
 def is_stream(dataset: Any) -> bool:

@@ -4,7 +4,6 @@ A dataset that can return a whole batch is read in this process. All others use 
 workers. The state of a loader is never saved: it starts again from a step.
 """
 
-import ctypes
 import errno
 import gc
 import os
@@ -16,7 +15,6 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
-from multiprocessing.reduction import ForkingPickler
 from types import NoneType
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -24,11 +22,11 @@ from weakref import WeakKeyDictionary
 import numpy
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from tandem.data.datasets import TensorImages, TensorRows
-from tandem.data.fetch import MESSAGE_BYTES, Batch, Collate, Fetch, SampleFetcher, begin_epoch, whole_fetch
+from tandem.data.fetch import Batch, Collate, Fetch, SampleFetcher, begin_epoch, whole_fetch
+from tandem.data.loader_messages import MESSAGE_BYTES, prepare_messages
 from tandem.data.sampler import BatchKey, TrainBatches
 from tandem.errors import ConfigError, TandemError
 from tandem.process import (
@@ -295,14 +293,24 @@ def _loaded(
     try:
         for batch in batches:
             yield moved(batch, device)
-    except TandemError as error:
-        raise _as_raised(error) from error
-    except (RuntimeError, OSError, EOFError) as error:
-        if problem := _why_not_sent(error, batches):
-            raise ConfigError(problem) from error
-        raise
+    except Exception as error:
+        raised = _explained(error, batches)
+        # A garbage collector that finds this iterator in a cycle closes the queue to the processes before it
+        # tells them to end, and they ignore SIGTERM.
+        end_loader_processes(batches)
+        if raised is error:
+            raise
+        raise raised from error
     finally:
         _read.remove(batches)
+
+
+def _explained(error: Exception, batches: Any) -> Exception:
+    """Return an error of a DataLoader's iterator in one line, or the error itself if it needs none."""
+    if isinstance(error, TandemError):
+        return _as_raised(error)
+    problem = _why_not_sent(error, batches) if isinstance(error, RuntimeError | OSError | EOFError) else ""
+    return ConfigError(problem) if problem else error
 
 
 def _why_not_sent(error: Exception, batches: Any) -> str:
@@ -326,7 +334,9 @@ def _why_not_sent(error: Exception, batches: Any) -> str:
 def _is_out_of_files(error: Exception, batches: Any) -> bool:
     """Return True if the tensors of a batch could not be opened, here or in the process that sends them."""
     # The kernel delivers none of the files that were sent, which torch reports as missing ancillary data.
-    if getattr(error, "errno", None) == errno.EMFILE or str(error) == "received 0 items of ancdata":
+    # An error of a loader process has its number only in its text.
+    is_full = getattr(error, "errno", None) == errno.EMFILE or os.strerror(errno.EMFILE) in str(error)
+    if is_full or str(error) == "received 0 items of ancdata":
         return True
     if not isinstance(error, EOFError | ConnectionError):
         return False
@@ -338,10 +348,10 @@ def _is_out_of_files(error: Exception, batches: Any) -> bool:
 def _as_raised(error: TandemError) -> TandemError:
     """Return an error with the message with which a loader process raised it.
 
-    torch puts that process's traceback before it.
+    torch puts that process's traceback before it, if there is one.
     """
     text = str(error)
-    if "\nOriginal Traceback" not in text:
+    if "\nOriginal " not in text:
         return error
     return type(error)(text.rstrip().rpartition("\n")[2].partition(": ")[2])
 
@@ -399,32 +409,7 @@ def _start_worker(rank: int, ends_with_parent: bool, files: Sequence[ReadFile], 
             os.kill(os.getpid(), signal.SIGKILL)
     close_device_files()
     reopen(files)
-    ForkingPickler.register(Tensor, _reduce_tensor)
-
-
-SENT_AS_BYTES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool}).union(
-    {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-)
-
-
-def _reduce_tensor(tensor: Tensor) -> tuple[Any, ...]:
-    """Pickle a small tensor as bytes, and any other as torch does: as an open file in /dev/shm."""
-    if tensor.layout is torch.strided and not tensor.is_nested:
-        # torch would send the memory of a lazy conjugate or negation, without its sign.
-        tensor = tensor.resolve_conj().resolve_neg()
-        is_plain = tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.requires_grad
-        if is_plain and tensor.nbytes <= MESSAGE_BYTES and tensor.dtype in SENT_AS_BYTES:
-            data = ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
-            return _tensor_of_bytes, (data, tensor.dtype, tensor.shape)
-    reduced: tuple[Any, ...] = reduce_tensor(tensor)  # type: ignore[no-untyped-call]
-    return reduced
-
-
-def _tensor_of_bytes(data: bytes, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    # A bytearray as memory could be aligned to fewer bytes, and a matrix product then has other bits.
-    tensor = torch.empty(shape, dtype=dtype, device="cpu")
-    ctypes.memmove(tensor.data_ptr(), data, len(data))
-    return tensor
+    prepare_messages()
 
 
 def moved(batch: Batch, device: torch.device) -> Batch:
