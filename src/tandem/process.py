@@ -50,8 +50,8 @@ def without_collection() -> Iterator[None]:
 def allow_open_files() -> int:
     """Raise this process's limit of open files up to MOST_OPEN_FILES, if its hard limit allows it; return it.
 
-    Processes that it starts inherit the limit. Many shells set 1,024, and a loader process sends each tensor
-    of a batch as an open file.
+    Processes that it starts inherit the limit. Many shells set 1,024, and a loader process sends each large
+    tensor of a batch as an open file.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)

@@ -518,6 +518,20 @@ def test_a_loader_process_sends_tensors_of_every_kind() -> None:
         assert all(row.data_ptr() % 64 == 0 for row in sent["types"][:10])
 
 
+class Sparse(Noisy):
+    def __getitem__(self, index: int) -> Any:
+        return torch.eye(3).mul(index).to_sparse(), torch.tensor(index)
+
+
+def test_small_sparse_samples_make_a_batch_in_a_loader_process() -> None:
+    def batch(workers: int) -> Any:
+        sampler = TrainBatches(GlobalOrder(23, 10, 0), 0, 1, None, 0, 1)
+        return next(train_batches(Sparse(), sampler, seed=0, workers=workers, device=CPU))
+
+    (here, labels), (sent, same) = batch(0), batch(1)
+    assert torch.equal(here.to_dense(), sent.to_dense()) and torch.equal(labels, same)
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("what", [lambda: 1, torch.ones(3, requires_grad=True) * 2])
 def test_a_batch_that_cannot_be_sent_is_an_error(what: Any) -> None:

@@ -319,7 +319,9 @@ def _collated_by_default(samples: list[Any]) -> Batch:
 
 def _stacked_column(column: tuple[Tensor, ...]) -> Tensor:
     # In a loader process, torch's function would create a file in /dev/shm for a small tensor, too.
-    if get_worker_info() is None or column[0].nbytes * len(column) <= MESSAGE_BYTES:
+    # A sparse tensor has no `nbytes`.
+    size = len(column) * column[0].numel() * column[0].element_size()
+    if get_worker_info() is None or size <= MESSAGE_BYTES:
         return torch.stack(column)
     stacked: Tensor = default_collate(list(column))
     return stacked
